@@ -26,7 +26,6 @@ def test_launchers_that_keep_files_need_a_run_folder_here(launcher, capfd):
     [
         (["slurm", "--nodes", "0"], "--nodes 0: expected 1"),
         (["slurm", "--time", "1"], "--signal-before 120: expected 1 to 59 seconds"),
-        (["slurm", "--nodes", "2", "--cluster", "local"], "--nodes 2: --cluster local has one"),
         (["ray", "--workers", "0"], "--workers 0: expected 1"),
         (["ray", "--tpu-type", "TPU-V6E"], "go together"),
     ],
@@ -106,25 +105,6 @@ def seen(folder, attempt):
     return {int(f.suffix[1:]): json.loads(f.read_text()) for f in folder.glob(f"{attempt}.*")}
 
 
-@pytest.mark.slow
-@needs(not has("submitit"), reason="without submitit")
-@pytest.mark.parametrize("code, expected", [(0, 0), (75, 75), (3, 1)])
-def test_submitits_own_executor_runs_two_tasks(tmp_path, code, expected):
-    argv = ["slurm", "--cluster", "local", "--tasks-per-node", "2", "--wait"]
-    done = launched(tmp_path, f"sys.exit({code})", argv)
-    assert done.returncode == expected, done.stderr
-    found = seen(tmp_path, "first")
-    each = [found[i]["given"][3:] for i in range(2)]
-    address = each[0][1]
-    for index, words in enumerate(each):
-        flags = ["--processes.address", address, "--processes.count", "2"]
-        assert words == [*flags, "--processes.index", str(index)]
-    logs = "".join(file.read_text() for file in (tmp_path / "submitit").glob("*.out"))
-    assert "[0] task 0 first" in logs and "[1] task 1 first" in logs
-    if code == 3:
-        assert "exited with status 3" in done.stderr
-
-
 # -3 is subprocess.DEVNULL: submitit waits for all that could write to sbatch's pipes.
 SBATCH = """
 import os, subprocess, sys
@@ -201,6 +181,21 @@ def test_a_job_that_saved_is_queued_again_and_goes_on(tmp_path, cluster):
         "requeue",
     ):
         assert f"#SBATCH --{line}" in batch
+
+
+@pytest.mark.slow
+@needs(not has("submitit"), reason="without submitit")
+@pytest.mark.parametrize("code, expected", [(75, 75), (3, 1)])
+def test_a_job_that_is_not_queued_again_ends_with_the_status_of_its_tasks(
+    tmp_path, cluster, code, expected
+):
+    argv = ["slurm", "--nodes", "2", "--tasks-per-node", "2", "--no-requeue", "--wait"]
+    done = launched(tmp_path, f"sys.exit({code})", argv, PATH=cluster)
+    assert done.returncode == expected, done.stderr
+    logs = "".join(file.read_text() for file in (tmp_path / "submitit").glob("*.out"))
+    assert "[0] task 0 first" in logs and "[3] task 3 first" in logs
+    if code == 3:
+        assert "exited with status 3" in done.stderr
 
 
 @pytest.mark.slow

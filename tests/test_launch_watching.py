@@ -1,12 +1,17 @@
 """Whether processes hang, on a clock of our own."""
 
+import functools
 import random
+import types
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.run.notes import Note, Watch, odd, read
+from shardwise.run.launch import supervising
+from shardwise.run.launch.supervising import Limits
+from shardwise.run.notes import Note, Seen, odd, read
 
 AFTER, LONGER = 20.0, 600.0
 
@@ -15,25 +20,45 @@ def note(process, step, doing="stepping", line=""):
     return Note(process, 100 + process, "here", step, doing, 0.0, line)
 
 
+class Hang(NamedTuple):
+    idle: dict
+    odd: tuple
+
+
+class Process(types.SimpleNamespace):
+    __hash__ = object.__hash__
+
+
 class Clock:
-    """Some processes and their watch, started at 0; every process takes a step a second."""
+    """Some processes and who watches them, from 0 on; every process takes a step a second."""
 
     def __init__(self, count, after=AFTER):
-        self.now, self.count = 0.0, count
-        self.watch = Watch(dict.fromkeys(range(count), 0.0), after, LONGER)
+        self.now, self.count, self.limits = 0.0, count, Limits(after, LONGER)
+        self.seen = {i: Seen(0.0) for i in range(count)}
         self.notes = {}
 
     def see(self, now, **changed):
         self.now = now
         self.notes |= {int(name[1:]): note(int(name[1:]), *what) for name, what in changed.items()}
-        self.watch.see(self.notes, now)
+        for index, each in self.notes.items():
+            self.seen[index].see(each, now)
 
     def step(self, steps, seconds=1.0):
         for step in steps:
             self.see(self.now + seconds, **{f"p{i}": (step,) for i in range(self.count)})
 
     def hang(self, now, running=None, stopped=()):
-        return self.watch.hang(range(self.count) if running is None else running, now, stopped)
+        watching = supervising._Run(None, self.limits, patient=False)
+        for index, seen in self.seen.items():
+            code = None if running is None or index in running else 0
+            child = dict(index=index, seen=seen, code=code, pid=100 + index)
+            child |= dict(is_stopped=functools.partial(stopped.__contains__, index))
+            watching.children.append(Process(**child))
+        watching._look(now)
+        if (found := watching._hang) is None:
+            return None
+        idle = {child.index: waited for child, waited in found[0].items()}
+        return Hang(idle, tuple(child.index for child in found[1]))
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -42,7 +67,7 @@ def test_all_that_stand_still_hang_after_the_limit_and_not_before(count):
     clock.step(range(1, 9))
     assert clock.hang(clock.now + AFTER) is None
     found = clock.hang(clock.now + AFTER + 0.1)
-    assert found.odd == () and set(found.notes) == set(range(count))
+    assert found.odd == () and set(found.idle) == set(range(count))
     assert found.idle[0] == pytest.approx(AFTER + 0.1)
 
 
@@ -119,7 +144,7 @@ def test_those_that_ended_are_not_waited_for():
     clock.step(range(1, 9))
     clock.see(clock.now, p0=(9, "done"))
     assert clock.hang(clock.now + AFTER + 1) is None
-    assert clock.hang(clock.now + AFTER + 1, running=[1, 2]).notes.keys() == {1, 2}
+    assert clock.hang(clock.now + AFTER + 1, running=[1, 2]).idle.keys() == {1, 2}
     assert clock.hang(clock.now + AFTER + 1, running=[]) is None
 
 
@@ -144,7 +169,7 @@ def test_random_runs_hang_when_they_stop_and_only_then(seed, count):
     last = {i: clock.notes[i] for i in range(count)}
     limit = 5 * clock.now + AFTER  # no step took longer than all
     found = clock.hang(clock.now + limit + 1)
-    assert found.notes == last
+    assert found.idle.keys() == last.keys()
     assert len({(last[i].step, last[i].doing) for i in range(count) if i not in found.odd}) == 1
     assert len(found.odd) < count
 

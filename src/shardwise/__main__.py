@@ -12,7 +12,6 @@ import tyro
 
 from shardwise import mesh
 
-_UNREAD = 128 + signal.SIGPIPE  # of a command whose reader is gone, as a shell has it
 # Errors of what was given, and of the machine; others are ours, and show where they come from.
 _EXPECTED = ValueError, OSError, ImportError, RuntimeError
 _OURS = NotImplementedError, RecursionError, jax.errors.JaxRuntimeError
@@ -46,17 +45,16 @@ Each has --help. With SHARDWISE_TRACEBACK=1 every error shows where it comes fro
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, `sys.argv` by default, and return its exit status."""
-    argv = list(sys.argv[1:] if argv is None else argv)
     _open_closed()
     mesh.look_for_no_tpu()  # whatever comes first: an error too asks how many processes there are
     try:
         try:
-            return _command(argv)
+            return _command(*(sys.argv[1:] if argv is None else argv))
         finally:
             sys.stdout.flush()  # all that it printed is out, or cannot be
     except Exception as error:
         if _is_unread(error):
-            return _end(_UNREAD)
+            return _end(128 + signal.SIGPIPE)  # as a shell has it
         expected = isinstance(error, _EXPECTED) and not isinstance(error, _OURS)
         if expected and not os.environ.get("SHARDWISE_TRACEBACK"):
             print(f"shardwise: {error}", file=sys.stderr)
@@ -65,11 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _end(1)
 
 
-def _command(argv):
-    if not argv or argv[0] in ("-h", "--help"):
+def _command(name=None, *words):
+    if name in (None, "-h", "--help"):
         print(_HELP)
-        return 0 if argv else 2
-    name, *words = argv
+        return 0 if name else 2
     if name not in _COMMANDS:
         print(f"shardwise: no command {name!r}; there are {', '.join(_COMMANDS)}.", file=sys.stderr)
         return 2
@@ -92,14 +89,13 @@ def _open_closed():
 
 def _is_unread(error):
     """Whether the reader of the output has gone, as in `... | head`; then no more is written."""
-    if not isinstance(error, BrokenPipeError):
-        return False
-    try:
-        os.write(sys.stdout.fileno(), b"\n")  # it may be another pipe that broke
-        return False
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
+    if isinstance(error, BrokenPipeError):
+        try:
+            os.write(sys.stdout.fileno(), b"\n")  # it may be another pipe that broke
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return True
+    return False
 
 
 def _end(status):

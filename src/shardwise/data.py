@@ -21,10 +21,7 @@ _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2
 
 @functools.cache
 def corpus(split: str = "train") -> tuple[np.ndarray, ...]:
-    """The documents of a split, as a tuple of uint8 arrays of shape [bytes], one for each file.
-
-    Whether a file belongs to "train" (nine in ten) or "validation" is decided by a checksum of
-    its name, so that it does not change with the files around it.
+    """The `documents` of a split, "train" or "validation", one for each file.
 
     Raises:
       ValueError: another split.
@@ -47,8 +44,8 @@ def documents(
 ) -> tuple[np.ndarray, ...]:
     """The documents of a split, uint8 [bytes] of each file: one in ten is for validation.
 
-    Which ones, a checksum of each name decides, whatever lies beside it. Where that leaves a split
-    without files, each file is a document of both: the first nine tenths, and the rest.
+    A checksum of each name decides, whatever lies beside it. Where that leaves a split without
+    files, each file is a document of both: the first nine tenths, and the rest.
     """
     held_out = [zlib.crc32(name.encode()) % 10 == 0 for name in names]
     is_by_file = len(set(held_out)) > 1
@@ -75,10 +72,8 @@ def _modules(root):
 
 
 class Batches(Iterator):
-    """An iterator of Grain's, whose position says of which batches it is the position.
-
-    A position counts global batches. It is the same in every process, and right for another number
-    of them, but only for the same data, split, batch, seq_len and seed.
+    """An iterator of Grain's, whose position says of which batches it is the position: it counts
+    global ones, and is right for any process of any number of them.
     """
 
     def __init__(self, batches: Iterator, source: dict[str, Any]):
@@ -92,17 +87,8 @@ class Batches(Iterator):
         return {"position": self._batches.get_state(), "source": dict(self._source)}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from a position.
-
-        Raises:
-          ValueError: the position is one in other batches, or says not in which.
-        """
-        if not isinstance(state, dict) or not isinstance(state.get("source"), dict):
-            raise ValueError(
-                f"data: {state!r} does not say in which batches it is a position; expected what "
-                f"get_state of such an iterator returned."
-            )
-        saved, here = state["source"], self._source
+        """Go on from a position; a ValueError where it is one in other batches."""
+        saved, here = state.get("source", {}), self._source
         if differ := [name for name in {**here, **saved} if saved.get(name) != here.get(name)]:
             told = "; ".join(f"{n} was {saved.get(n)!r} and is {here.get(n)!r}" for n in differ)
             raise ValueError(
@@ -129,14 +115,12 @@ def batches(
       targets: int32, the byte that follows each of them;
       mask:    float32, 1 where the target is real and 0 on padding.
 
-    If `packed`, documents follow one another without padding, and two arrays more tell them apart:
+    If `packed`, documents follow one another without padding, the mask is 0 on a document's last
+    token, and two arrays more tell them apart:
       documents: int32, the number in its row of each token's document;
       positions: int32, the token's place in its document, or in what of it the row has.
 
-    There the mask is 0 on a document's last token, whose target is another document's first.
-
-    `batch` is the global batch. Process p of n takes every n-th of its rows, from row p on, and
-    no others; together the processes take what one process would have taken.
+    `batch` is the global batch, of whose rows process p of n takes every n-th, from row p on.
 
     Raises:
       ValueError: sizes below 1, a batch that the processes cannot share evenly, or no such split
@@ -153,8 +137,7 @@ def batches(
     mine = each[process_index::process_count].batch(batch // process_count)
     few = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
     source = {"split": split, "batch": int(batch), "seq_len": int(seq_len), "seed": int(seed)}
-    source["corpus"] = checksum(corpus(split))
-    source |= {"packed": True} if packed else {}
+    source |= {"corpus": checksum(corpus(split))} | ({"packed": True} if packed else {})
     return Batches(iter(mine.to_iter_dataset(few)), source)
 
 
@@ -167,17 +150,13 @@ def rows(
     """
     count, window = _windows(documents, seq_len, packed)
     each = grain.MapDataset.range(count)
-    if seed is not None:
-        each = each.shuffle(seed=seed)
+    each = each if seed is None else each.shuffle(seed=seed)
     # Endless for all purposes; Grain's own endless repeat overflows on batch 1.
     return each.repeat(2**20).map(window)
 
 
 def _windows(documents, seq_len, packed):
-    """(number of windows, the function that makes the i-th): each of one document, or of all.
-
-    What pads the last window of all counts as one document more.
-    """
+    """(number of windows, the function that makes the i-th): each of one document, or of all."""
     starts = np.cumsum([0, *(text.size for text in documents)])
     # One document may be larger than memory: an array in a file is read where it is needed.
     texts = (np.concatenate(documents),) if packed and len(documents) > 1 else documents
@@ -190,7 +169,7 @@ def _windows(documents, seq_len, packed):
         text = np.zeros(seq_len + 1, np.int32)
         text[: real.size] = real
         mask, told = np.arange(1, seq_len + 1) < real.size, {}
-        if packed:
+        if packed:  # of what pads the last window, the number is one more
             place = np.arange(at, at + seq_len + 1)
             document = np.searchsorted(starts, place, side="right") - 1
             mask &= document[1:] == document[:-1]

@@ -19,11 +19,7 @@ _CHOICES = {
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The decoder's sizes and how it runs.
-
-    Raises:
-      ValueError: sizes that do not fit each other.
-    """
+    """The decoder's sizes and how it runs; a ValueError where they do not fit each other."""
 
     vocab: int = 256
     embed: int = 128
@@ -76,17 +72,16 @@ class Config:
         yield "experts_per_token", out, f"from 1 to experts={experts}"
         yield "shared_experts", self.shared_experts and not experts, "0 where experts=0"
         yield "activation", experts and self.activation != "silu", "'silu' in experts"
-        wrong = factor is not None and not factor > 0
-        yield "capacity_factor", wrong, "above 0, or None for no drops"
+        out = factor is not None and not factor > 0
+        yield "capacity_factor", out, "above 0, or None for no drops"
 
 
 class Linear(nnx.Module):
     """A weight of these logical axes, by default without a bias; outputs sum over the axes `over`.
 
     Sizes are the configuration's, or those in `sizes`. A bias has the axes of the weight but the
-    first. The weight is uniform in ±√(3/fan_in), hence of variance 1/fan_in, where fan_in counts
-    the entries that one output sums over: inside jit, uniform draws are bitwise the same under
-    every sharding; normal ones are not on every JAX that we support.
+    first. The weight is uniform, of variance 1/fan_in, the number of entries that an output sums:
+    inside jit uniform draws are bitwise the same under every sharding, unlike normal ones.
     """
 
     def __init__(
@@ -102,11 +97,11 @@ class Linear(nnx.Module):
         shape = tuple(sizes[name] for name in axes)
         limit = (3 / math.prod(sizes[name] for name in over)) ** 0.5
         kernel = jax.random.uniform(rngs.params(), shape, config.param_dtype, -limit, limit)
-        self.kernel = nnx.Param(kernel, logical_axes=axes)
+        self.kernel, self.has_bias = nnx.Param(kernel, logical_axes=axes), bias
         if bias:
             zeros = jnp.zeros(shape[1:], config.param_dtype)
             self.bias = nnx.Param(zeros, logical_axes=axes[1:])
-        self.has_bias, self.dtype = bias, config.dtype
+        self.dtype = config.dtype
 
     def __call__(self, letters, x):
         y = jnp.einsum(letters, x, self.kernel[...].astype(self.dtype))

@@ -23,16 +23,13 @@ _TPU = ("/dev/accel*", "/dev/vfio/[0-9]*")  # the files by which a machine's TPU
 def simulate(n: int = 8, *, real: bool = False) -> None:
     """Make `n` devices available in this process, on CPU where there are too few accelerators.
 
-    First asks for `n` CPU devices, before JAX first touches a device. Then looks: with `n` or more
-    accelerators, the first `n` of those are taken; with fewer (a Colab runtime with one GPU), the
-    first `n` CPU devices, and CPU becomes the default device; or, with `real=True`, all that there
-    are, and CPU devices only where there is none. Called again with the same or a smaller `n`, it
-    selects again. Where several processes form one system (`jax.distributed`),
-    every process asks for `n`, and all their devices are taken. Where only the TPU's compiler
-    (libtpu) is installed, no TPU is looked for. JAX's persistent compilation cache is switched off
-    for several CPU devices, whose collectives stand still when their program was read back.
-
-    Tried on CPU, with one process and with two, and on a machine with one GPU.
+    Of `n` accelerators or more the first `n` are taken; where there are fewer (a Colab runtime with
+    one GPU), `n` simulated CPU devices, and CPU becomes the default device; with `real=True`, all
+    accelerators that there are, and CPU devices only where there is none. Called again with the
+    same or a smaller `n`, it selects again. Of several processes (`jax.distributed`) each asks for
+    `n`, and all their devices are taken. JAX's persistent compilation cache is switched off for
+    several CPU devices, whose collectives stand still when their program was read back (seen on JAX
+    0.10.1 and 0.12.0, and over gloo).
 
     Raises:
       ValueError: `n` is below 1.
@@ -42,17 +39,13 @@ def simulate(n: int = 8, *, real: bool = False) -> None:
     if n < 1:
         raise ValueError(f"mesh.simulate({n}): ask for at least one device.")
     look_for_no_tpu()
-    try:
+    with contextlib.suppress(RuntimeError):  # the backend is up: what it has decides below
         jax.config.update("jax_num_cpu_devices", n)
-    except RuntimeError:
-        pass  # The backend is up already: what it has decides below.
-    platform = jax.default_backend()
-    default = None
+    platform, default = jax.default_backend(), None
     if platform != "cpu" and real:
         n = jax.local_device_count()
     elif platform != "cpu" and jax.local_device_count() < n:
-        platform = "cpu"
-        default = jax.local_devices(backend="cpu")[0]
+        platform, default = "cpu", jax.local_devices(backend="cpu")[0]
     jax.config.update("jax_default_device", default)
     here = len(jax.local_devices(backend=platform))
     if here < n:
@@ -64,8 +57,7 @@ def simulate(n: int = 8, *, real: bool = False) -> None:
     found = jax.devices(platform)
     _devices = found if jax.process_count() > 1 else found[:n]
     if platform == "cpu" and len(_devices) > 1:
-        # Read back from it, a program's collectives are no longer in one order on all devices, and
-        # stand still within some steps: seen on JAX 0.10.1 and 0.12.0, and over gloo.
+        # Read back, a program's collectives are no longer in one order on all devices.
         jax.config.update("jax_enable_compilation_cache", False)
 
 
@@ -80,11 +72,10 @@ def devices() -> list[jax.Device]:
 def make(**axes: int) -> jax.sharding.Mesh:
     """A mesh by axis name: `make(data=-1, model=2)` on 8 devices is 4×2.
 
-    The axes stand in the order in which they are written: neighbours along the last one are
-    neighbours in `devices()`, on TPUs in the torus (`placed`), so the axis with the most traffic
-    belongs last. One size may be -1, which takes the devices that remain; of more
-    devices than the sizes need, the first are used. Axes are Auto: the compiler propagates
-    shardings from inputs, outputs and constraints.
+    Neighbours along the last axis are neighbours in `devices()`, on TPUs in the torus (`placed`),
+    so the axis with the most traffic belongs last. One size may be -1, which takes the devices that
+    remain; of more devices than the sizes need, the first are used. Axes are Auto: the compiler
+    propagates shardings from inputs, outputs and constraints.
 
     Raises:
       ValueError: a size is neither positive nor -1, more than one is -1, or they do not fit the
@@ -180,10 +171,9 @@ def auto(mesh: Any) -> Any:
 
 
 def typed(tree: Any, mesh: Any) -> Any:
-    """`tree`, its arrays on the devices of `mesh` given that mesh's axis types; no data moves.
+    """`tree`, its arrays and shapes on the devices and axes of `mesh` given its axis types.
 
-    The arrays share their memory with what was given: after donating one, use neither. Arrays on
-    other devices or axes stay as they are, and shapes with shardings are given the types too.
+    No data moves, and what was given shares its memory: after donating one, use neither.
     """
 
     def one(x):
@@ -194,7 +184,7 @@ def typed(tree: Any, mesh: Any) -> Any:
             return x
         to = NamedSharding(mesh, sharding.spec)
         if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to)
+            return x.update(sharding=to)
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):  # typed keys
             return jax.device_put(x, to)
         parts = [shard.data for shard in x.addressable_shards]
@@ -227,16 +217,13 @@ def within(mesh: Any) -> Any:
 def for_caller(run: Callable, mesh: Any, specs: Callable[[Any], Any]) -> Callable:
     """`run`, over Auto axes, for a caller whose `mesh` may have Explicit ones, as JAX makes them.
 
-    Then what goes in is taken by the same devices with Auto axes, and what comes out has the
-    caller's types. `specs` gives the PartitionSpecs of what comes out, whose shapes it is given:
-    within a trace of the caller's they are part of the types.
+    Then what comes out has the caller's types, of which within a trace of the caller's its
+    PartitionSpecs are part: `specs` gives them, of its shapes.
     """
     return run if auto(mesh) is mesh else _OnAuto(run, mesh, specs)
 
 
 class _OnAuto:
-    """What `for_caller` makes of a function."""
-
     def __init__(self, run: Callable, mesh: Any, specs: Callable[[Any], Any]):
         self._run, self._mesh, self._specs = run, mesh, specs
 
@@ -246,11 +233,9 @@ class _OnAuto:
         return typed(self._plainly(self._run, args, options), self._mesh)
 
     def lower(self, *args: Any, **options: Any) -> Any:
-        """The lowered program, as the function's own `lower`."""
         return self._plainly(self._run.lower, args, options)
 
     def trace(self, *args: Any, **options: Any) -> Any:
-        """The traced program, as the function's own `trace`."""
         return self._plainly(self._run.trace, args, options)
 
     def _plainly(self, function, args, options):
@@ -280,10 +265,8 @@ class _OnAuto:
 
 
 def look_for_no_tpu() -> None:
-    """Take CPU for the only platform where libtpu is installed and nothing that it could drive.
-
-    It would print errors whenever JAX first looks for devices. Where JAX_PLATFORMS is set, where a
-    TPU is, or a plugin for another accelerator, all stays as it is.
+    """Take CPU for the only platform where libtpu is installed, nothing that it could drive, and no
+    plugin for another accelerator: it prints errors when JAX looks for devices. JAX_PLATFORMS wins.
     """
     if jax.config.jax_platforms or not util.find_spec("libtpu"):
         return
@@ -293,11 +276,7 @@ def look_for_no_tpu() -> None:
 
 
 def resolve(who: str, axes: Mapping[str, int], count: int, exactly: bool = False) -> dict[str, int]:
-    """{axis: size} on `count` devices, or on `exactly` so many; -1 takes those that remain.
-
-    Raises:
-      ValueError: as `make`, in which `who` asked.
-    """
+    """{axis: size} on `count` devices, or `exactly` so many; a ValueError of `who`, as `make`'s."""
     asked = ", ".join(f"{name}={size}" for name, size in axes.items())
     free = [name for name, size in axes.items() if size == -1]
     bad = [name for name, size in axes.items() if size != -1 and size < 1]

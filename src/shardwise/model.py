@@ -39,7 +39,7 @@ class Block(nnx.Module):
     """One layer: grouped-query attention, then a gated MLP or experts, RMSNorms around them."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
-        c = config
+        self.config = c = config
         self.attention_norm = RMSNorm(c) if c.norms != "after" else None
         query, key_value = ("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim")
         self.q = Linear(c, query, ("embed",), rngs, c.qkv_bias)
@@ -58,7 +58,6 @@ class Block(nnx.Module):
             self.up = Linear(c, ("embed", "mlp"), ("embed",), rngs)
             self.down = Linear(c, ("mlp", "embed"), ("mlp",), rngs)
         self.mlp_end = RMSNorm(c) if c.norms != "before" else None
-        self.config = c
 
     def __call__(self, x, key=None, places=None):
         return self.route(x, key, places)[0]
@@ -96,8 +95,8 @@ def _normed(norm, x):
 def drop(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     """Zero each entry of x [b, s, e] with probability `rate`, scaling the rest; no key, no dropout.
 
-    A draw depends on the key and on the entry's place in the whole batch: however that is divided,
-    the mask is the same, bit for bit.
+    A draw depends on the key and on the entry's place in the whole batch: the mask is the same, bit
+    for bit, however that is divided.
     """
     if key is None or rate == 0:
         return x
@@ -132,9 +131,7 @@ class Decoder(nnx.Module):
             self.head = Linear(config, ("embed", "vocab"), ("embed",), rngs)
 
     def __call__(self, tokens, key=None, places=None):
-        """Logits; with a `key` dropout is on. `places` are `marks.Places`, by default those of
-        rows that are one document each.
-        """
+        """Logits; with a `key` dropout is on. `places`: by default each row is one document."""
         return self.route(tokens, key, places)[0]
 
     def route(
@@ -181,10 +178,9 @@ def _unrolled(body, x, stack):
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """-log p of each target, float32 [...], of logits [..., vocab] and integer targets [...].
 
-    It is computed in float32. For the backward pass the logits and one number of each token are
-    kept, and nothing else as wide as the vocabulary. A target's logit is found by comparing places:
-    where one is indexed, the TPUs' compiler writes all logits to memory once or twice more. Of a
-    target that is no place it is NaN.
+    For the backward pass the logits and one number of each token are kept, and nothing else as wide
+    as the vocabulary. A target's logit is found by comparing places: where one is indexed, the
+    TPUs' compiler writes all logits to memory once or twice more. Of a target that is none: NaN.
     """
     wide, vocab = logits.astype(jnp.float32), logits.shape[-1]
     places = jax.lax.broadcasted_iota(targets.dtype, wide.shape, wide.ndim - 1)
@@ -201,17 +197,19 @@ def _normalizer(wide):
 
 @_normalizer.defjvp
 def _slope(primals, tangents):
-    """By probabilities, which the sum above does not have: who computed both from the same exp
-    would write it to memory between the passes (XLA does, for B200).
-    """
+    """By probabilities anew: the sum's own would be kept in memory between (by XLA, for B200)."""
     (wide,), (tangent,) = primals, tangents
     found = checkpoint_name(_normalizer(wide), _OF_TOKENS)
     return found, jnp.sum(jnp.exp(wide - found[..., None]) * tangent, axis=-1)
 
 
-def _nats(logits, batch):
-    mask = batch["mask"]
-    return jnp.sum(jnp.where(mask == 0, 0, cross_entropy(logits, batch["targets"]) * mask))
+def _nats(params, batch, key, graphdef):
+    """(the sum of -log p over real tokens, the decoder's configuration, its routing)."""
+    decoder = params if graphdef is None else nnx.merge(graphdef, params)
+    tokens, mask = batch["tokens"], batch["mask"]
+    logits, routing = decoder.route(tokens, key, marks.places(batch, *tokens.shape))
+    nats = cross_entropy(logits, batch["targets"]) * mask
+    return jnp.sum(jnp.where(mask == 0, 0, nats)), decoder.config, routing
 
 
 def loss(
@@ -220,15 +218,11 @@ def loss(
     """`objective.Mean`: the sum of -log p over real tokens, in nats, and their number.
 
     Dividing once, at the very end, makes any padding, masking, sharding or accumulation exact.
-    `params` is a `Decoder`, or its state together with the `graphdef` that `nnx.split`
-    gave with it; bound by `functools.partial(loss, graphdef=graphdef)`, it is a function of
-    `(params, batch)` and `(params, batch, key)`. `batch` is a dict as `data.batches` makes them.
-    With a `key`, dropout is on.
+    `params` is a `Decoder`, or its state with the `graphdef` that `nnx.split` gave, which
+    `functools.partial(loss, graphdef=graphdef)` binds. `batch` is a dict as `data.batches` makes
+    them. With a `key`, dropout is on.
     """
-    decoder = params if graphdef is None else nnx.merge(graphdef, params)
-    tokens = batch["tokens"]
-    logits = decoder(tokens, key, marks.places(batch, *tokens.shape))
-    return objective.Mean(_nats(logits, batch), jnp.sum(batch["mask"]))
+    return objective.Mean(_nats(params, batch, key, graphdef)[0], jnp.sum(batch["mask"]))
 
 
 def routed_loss(
@@ -245,12 +239,9 @@ def routed_loss(
     experts], the choices of each expert; "dropped" [layers], choices that found no slot; "nats",
     the total without the penalty. Balancing by a bias needs no penalty: balance=0.
     """
-    decoder = params if graphdef is None else nnx.merge(graphdef, params)
-    tokens = batch["tokens"]
-    logits, routing = decoder.route(tokens, key, marks.places(batch, *tokens.shape))
-    mask, total = batch["mask"], _nats(logits, batch)
+    mask, (total, config, routing) = batch["mask"], _nats(params, batch, key, graphdef)
     aux = {
-        "loads": experts.loads(routing.chosen, mask, decoder.config.experts),
+        "loads": experts.loads(routing.chosen, mask, config.experts),
         "dropped": jnp.sum(jnp.where(routing.kept, 0, mask[None, :, :, None]), axis=(1, 2, 3)),
         "nats": total,
     }

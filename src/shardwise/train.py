@@ -22,9 +22,8 @@ def init(
 ) -> tuple[Any, Any, Any]:
     """(graphdef, params, opt_state) of a `model.Decoder`, each array born in its shards.
 
-    `rule` lays out the parameters, and the optimizer's state follows them. The same seed gives
-    the same parameters on every mesh: bit for bit, because all is drawn inside one jit and the
-    initialisers are uniform, whose draws no sharding rounds differently.
+    `rule` lays out the parameters, and the optimizer's state follows them. The same seed gives the
+    same parameters on every mesh, bit for bit: all is drawn inside one jit, uniformly.
 
     Raises:
       ValueError: what the rule raises for the parameters.
@@ -54,9 +53,8 @@ def optimizer(
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """An optimizer and its schedule, each a function of optax (or optax.contrib) by name.
-
-    A setting that the function does not take is not given to it.
+    """An optimizer and its schedule, each a function of optax (or optax.contrib) by name, which is
+    given the settings that it takes.
     """
 
     name: str = "adamw"
@@ -70,29 +68,18 @@ class Optimizer:
     moments: str | None = None  # dtype of the first moment; None: that of the parameters
 
     def rate(self) -> Any:
-        """The learning rate by step, counted from 0.
-
-        Raises:
-          ValueError: optax has no such schedule, or it needs more than what stands here.
+        """The learning rate by step, counted from 0; a ValueError where optax has no such schedule,
+        or it needs more than what stands here.
         """
-        given = dict(
-            init_value=0.0,
-            value=self.peak,
-            peak_value=self.peak,
-            warmup_steps=self.warmup,
-            transition_steps=self.decay,
-            decay_steps=self.decay,
-            end_value=self.end,
-        )
-        if self.schedule in ("linear_schedule", "cosine_decay_schedule"):
-            given["init_value"] = self.peak
-        return _called("schedule", self.schedule, **given)
+        begins = self.schedule in ("linear_schedule", "cosine_decay_schedule")  # at the peak
+        given = dict(init_value=self.peak if begins else 0.0, end_value=self.end)
+        given |= dict.fromkeys(("value", "peak_value"), self.peak)
+        given |= dict.fromkeys(("transition_steps", "decay_steps"), self.decay)
+        return _called("schedule", self.schedule, warmup_steps=self.warmup, **given)
 
     def transformation(self) -> optax.GradientTransformation:
-        """The optax transformation: clipping, then the optimizer.
-
-        Raises:
-          ValueError: as `rate`, for either name; `moments` is no dtype, or not to be chosen there.
+        """The optax transformation: clipping, then the optimizer; a ValueError as in `rate`, or
+        where `moments` is no dtype, or not to be chosen there.
         """
         given = dict(learning_rate=self.rate(), weight_decay=self.weight_decay)
         if self.moments is not None:
@@ -136,9 +123,9 @@ def step(
     """A jitted `(params, opt_state, batch, key=None) -> (params, opt_state, mean_loss)`.
 
     `loss` and `microbatches` are those of `objective.value_and_grad`; `optimizer` is any optax
-    transformation. With a `key`, one for each step, dropout is on. `params` and
-    `opt_state` are donated: their buffers become the results', so use only what is returned.
-    `jit` compiles it: `functools.partial(rules.jit, mesh=..., in_rules=...)` gives it a layout.
+    transformation. With a `key`, one for each step, dropout is on. `params` and `opt_state` are
+    donated: use only what is returned. `jit` compiles it, by
+    `functools.partial(rules.jit, mesh=..., in_rules=...)` in a layout.
     """
     mean_and_grad = objective.value_and_grad(loss, microbatches)
 

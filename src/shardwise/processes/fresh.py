@@ -1,33 +1,34 @@
 """Fresh Python processes on this machine, for what one process alone cannot show."""
 
-import inspect
+import functools
 import os
 import socket
 import subprocess
 import sys
-import textwrap
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
+
+import cloudpickle
 
 
 def command(function: Callable, *args: Any) -> list[str]:
     """The argument list of a Python that calls `function(*args)`, for whatever starts processes.
 
-    It gets the source of the function, and of those beside it that this names, and imports the
-    modules, classes and functions that these name and that the caller imported. The arguments go
-    there as their `repr`, and nothing else goes.
+    The function goes there by value, as do the arguments and what it names of its own module, of
+    which nothing else is run there; other modules are imported.
     """
-    sources, imports = {}, set()
-    _gather(function, sources, imports)
-    call = f"{function.__name__}(*{args!r})"
-    return [sys.executable, "-c", "\n".join([*sorted(imports), *sources.values(), call])]
+    own = sys.modules[function.__module__]
+    cloudpickle.register_pickle_by_value(own)
+    try:
+        called = cloudpickle.dumps(functools.partial(function, *args))
+    finally:
+        cloudpickle.unregister_pickle_by_value(own)
+    return [sys.executable, "-c", f"import pickle; pickle.loads({called!r})()"]
 
 
 def start(function: Callable, *args: Any, xla_flags: str = "") -> subprocess.Popen:
-    """A fresh Python on CPU that runs `command(function, *args)`; its output is captured as text.
-
-    `xla_flags` are added to this process's XLA_FLAGS.
+    """A fresh Python on CPU that runs `command(function, *args)`; its output is captured as text,
+    and `xla_flags` are added to this process's XLA_FLAGS.
     """
     flags = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags}".strip()
     return subprocess.Popen(
@@ -77,27 +78,3 @@ def _output(child):
     except subprocess.TimeoutExpired:  # another may have failed, and this one waits for it
         child.kill()
         return child.communicate()
-
-
-def _gather(function: Callable, sources: dict[Callable, str], imports: set[str]) -> None:
-    """Add the source of a function and of those beside it that it names, and what they import."""
-    sources[function] = textwrap.dedent(inspect.getsource(function))
-    here = function.__module__
-    for name in sorted(set(_names(function.__code__)) & function.__globals__.keys()):
-        found = function.__globals__[name]
-        # Of data there is none: what has a place in another module is a class or a function.
-        module, original = (getattr(found, a, "") for a in ("__module__", "__qualname__"))
-        if isinstance(found, types.ModuleType):
-            imports.add(f"import {found.__name__} as {name}")
-        elif isinstance(found, types.FunctionType) and (module, found.__name__) == (here, name):
-            if found not in sources:
-                _gather(found, sources, imports)
-        elif module not in ("", None, "__main__", here) and original.isidentifier():
-            imports.add(f"from {module} import {original} as {name}")
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            yield from _names(inner)

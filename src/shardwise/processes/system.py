@@ -33,10 +33,9 @@ def join(
     processes on one machine (a loopback address) would each take all of its accelerators: for them
     devices=None is eight on CPU. For a GPU each, say devices, and CUDA_VISIBLE_DEVICES.
 
-    Without the first three they are what SLURM, Kubernetes or a TPU VM says, and where none of them
-    says anything, this is one process. Call it before anything touches a device. `heartbeat` is
-    after how many seconds a process that is silent is taken for dead. SIGTERM stays with Python and
-    its handlers; JAX's preemption service, which would take it, is off.
+    Without the first three they are what SLURM, Kubernetes or a TPU VM says, else this is one
+    process. Call it before anything touches a device. `heartbeat` is after how many seconds a
+    silent process is taken for dead. JAX's preemption service, which takes SIGTERM, is off.
 
     Raises:
       ValueError: some of address, count and index without the others; devices that the processes
@@ -78,11 +77,10 @@ def _initialize(options):
     """
     if hasattr(jax.config, "jax_enable_preemption_service"):
         jax.config.update("jax_enable_preemption_service", False)
-        jax.distributed.initialize(**options)
-        return
+        return jax.distributed.initialize(**options)
     before = signal.getsignal(signal.SIGTERM)
     jax.distributed.initialize(**options)
-    # Older ones have no such option, and have taken the signal by now: take it back.
+    # JAX 0.7 has no such option, and has taken the signal by now: take it back.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, before)
 
@@ -91,8 +89,8 @@ def _initialize(options):
 def together(who: str) -> Iterator[dict[str, Any]]:
     """Raise at the end of the block, in every process, if one raised in it or they differ.
 
-    The block fills the dict that it is given with what must be equal, {name: value}, compared
-    as text. Every process has to come here. With one process nothing is compared.
+    The block fills the dict that it is given with what must be equal as text, {name: value}. Every
+    process has to come here.
 
     Raises:
       RuntimeError: another process raised in the block.
@@ -104,12 +102,12 @@ def together(who: str) -> Iterator[dict[str, Any]]:
     except Exception as raised:
         error = raised
     own = {name: _brief(value) for name, value in facts.items()}
-    told = of_all([None if error is None else repr(error), own])
+    told = of_all([error and repr(error), own])
     if error is not None:
         raise error
-    failed = [(process, its) for process, (its, _) in enumerate(told) if its is not None]
-    if failed:
-        raise RuntimeError("{}: process {} cannot, so none does: {}".format(who, *failed[0]))
+    for process, (its, _) in enumerate(told):
+        if its is not None:
+            raise RuntimeError(f"{who}: process {process} cannot, so none does: {its}")
     names = dict.fromkeys(name for _, has in told for name in has)
     differ = [n for n in names if any(has.get(n) != told[0][1].get(n) for _, has in told)]
     if differ:
@@ -152,8 +150,7 @@ def _found():
     """The number of processes the environment tells of: 1 for none, None where JAX has to ask."""
     env = os.environ
     if "SLURM_JOB_ID" in env:
-        lacks = [name for name in _SLURM if name not in env]
-        if lacks:
+        if lacks := [name for name in _SLURM if name not in env]:
             # JAX fails here, and older ones take the job for their own.
             print(
                 f"processes.join: SLURM_JOB_ID is set and {lacks[0]} is not, as in a shell inside "
@@ -164,9 +161,8 @@ def _found():
         return int(env["SLURM_NTASKS"])
     if {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= env.keys():
         return None
-    hosts = len(env.get("TPU_WORKER_HOSTNAMES", "").split(","))
-    slices = int(env.get("MEGASCALE_NUM_SLICES", 1))
-    return 1 if hosts * slices == 1 else None
+    hosts, slices = env.get("TPU_WORKER_HOSTNAMES", ""), env.get("MEGASCALE_NUM_SLICES", "1")
+    return 1 if "," not in hosts and int(slices) == 1 else None
 
 
 def _brief(value):

@@ -5,9 +5,8 @@
 
 `shardwise train` does this for the decoder and text files. A program of one's own takes its flags
 by `run.flags`, and may be one of several processes, between `run.join` and `run.leave`. A run that
-is stopped, by a signal or by anything else, goes on from its newest whole checkpoint (`resume`):
-bit for bit on the same devices, to rounding on other ones, and bit for bit there too if its layout
-is `exact`.
+is stopped goes on from its newest whole checkpoint (`resume`): bit for bit on the same devices, to
+rounding on other ones, and bit for bit there too if its layout is `exact`.
 """
 
 from shardwise.run.optimizers import averaged, guarded

@@ -21,7 +21,7 @@ from shardwise.model import Config, Decoder
 from shardwise.run import signals, state, training
 from shardwise.run.folder import Folder
 from shardwise.run.optimizers import averaged, guarded
-from shardwise.run.reports import OUT
+from shardwise.run.reports import say
 from shardwise.run.settings import Data, Settings, flags, from_flat
 from shardwise.run.state import Result
 
@@ -35,17 +35,14 @@ def command(argv: Sequence[str]) -> int:
     layout, main = given.layout.layout(), jax.process_index() == 0
     if main:
         kind = mesh.devices()[0].device_kind
-        print(f"On {len(mesh.devices())} devices, {kind}. {layout}", file=OUT, flush=True)
+        say(f"On {len(mesh.devices())} devices, {kind}. {layout}")
     result = train(given)
     if main:
         more = "" if result.stopped else f" --steps {2 * given.steps}"
         plot, run = given.run / "metrics.png", shlex.quote(str(given.run))
-        told = (
-            f"Look:   {plot}" if plot.exists() else "No plot: pip install matplotlib draws one.",
-            f"Go on:  shardwise train --run {run} --resume{more}",
-            f"Write:  shardwise sample {run}",
-        )
-        print(*told, sep="\n", file=OUT, flush=True)
+        look = f"Look:   {plot}" if plot.exists() else "No plot: pip install matplotlib draws one."
+        go_on = f"Go on:  shardwise train --run {run} --resume{more}"
+        say(f"{look}\n{go_on}\nWrite:  shardwise sample {run}")
     return signals.leave(result)
 
 
@@ -86,10 +83,8 @@ def train(settings: Settings) -> Result:
 
 def config_of(settings: Settings) -> Config:
     """The decoder's sizes, with a stage boundary for each stage of a layout that is not exact."""
-    stages = settings.model.stages
-    if not settings.layout.exact:  # whose programs no layout changes
-        stages = max(settings.layout.stage, stages)
-    return dataclasses.replace(settings.model, stages=stages)
+    asked = 1 if settings.layout.exact else settings.layout.stage
+    return dataclasses.replace(settings.model, stages=max(asked, settings.model.stages))
 
 
 def _create(config, key):
@@ -110,7 +105,7 @@ def documents(source: Data, split: str = "train") -> tuple[np.ndarray, ...]:
 
 
 def fingerprint(source: Data) -> int:
-    """A checksum of what a run is trained on, so that it does not go on with other data."""
+    """A checksum of what a run is trained on."""
     if source.tokens is None:
         return data.checksum(documents(source))
     array = _tokens(source.tokens)
@@ -168,10 +163,6 @@ def sample(
       mean: whether the mean of the parameters writes (EMA), or they themselves.
       step: which checkpoint; by default the newest.
       devices: over how many the parameters are cut, simulated where there are fewer.
-
-    Raises:
-      FileNotFoundError: no such run, or nothing saved in it.
-      ValueError: a run of tokens, which are no text.
     """
     mesh.simulate(devices)
     folder = Folder(run)
@@ -207,10 +198,8 @@ def _restored(folder, config, settings, mean, step):
 def write(
     config: Config, params: Any, prompt: str, count: int, key: jax.Array, temperature: float = 0.8
 ) -> str:
-    """The `prompt` and `count` bytes more, each drawn from the whole of what stands before it.
-
-    `params` is a `Decoder`'s state, laid out in any way that a compiler can read; a temperature of
-    0 takes the likeliest.
+    """The `prompt` and `count` bytes more, each drawn from the whole of what stands before it, by a
+    `Decoder`'s state in any layout; a temperature of 0 takes the likeliest.
     """
     given = prompt.encode()
     if not given or max(given) >= config.vocab:
@@ -228,7 +217,6 @@ def write(
 
 @functools.partial(jax.jit, static_argnames=("config", "start", "temperature"))
 def _written(params, tokens, key, config, start, temperature):
-    """The tokens, each from number `start` on drawn from the whole of what stands before it."""
     decoder = nnx.merge(_graphdef(config), params)
 
     def one(i, tokens):

@@ -1,8 +1,8 @@
 """The batches of a run: rows of a dataset, or whole batches of an iterator.
 
-Both kinds have `go(first, last)`, the batches of these steps, each laid over the devices; `whole`,
-a recent step's batch as NumPy arrays, and `some` rows of the first; a `fingerprint` of these; and
-`state`, the position after a step, for `restore`.
+Both kinds have `go(first, last)`, the batches of these steps over the devices; `whole`, a recent
+step's as NumPy arrays; `some` rows of the first, and their `fingerprint`; and `state`, the position
+after a step, to `restore`.
 """
 
 import functools
@@ -22,14 +22,12 @@ _READ = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
 
 
 class Feed:
-    """The batches of a dataset: step k (from 1) has the rows (k-1)·batch to k·batch, in order.
-
-    No position has to be saved. Each process reads the rows that its own devices need.
+    """The batches of a dataset: step k (from 1) has the rows (k-1)·batch to k·batch, in order, and
+    each process reads those that its own devices need. No position has to be saved.
     """
 
     def __init__(self, dataset: grain.MapDataset, batch: int, layout: Layout):
-        self._dataset, self._batch = dataset, batch
-        self._sharding = sharding(layout, batch)
+        self._dataset, self._batch, self._sharding = dataset, batch, sharding(layout, batch)
         found = self._sharding.addressable_devices_indices_map((batch,)).values()
         self._mine = np.unique([np.arange(batch)[index] for index in found]).tolist()
 
@@ -79,9 +77,8 @@ class Stream:
         start = self._batches.get_state()
         self.some = next(self._batches)
         self.restore(start)
-        self._batch = batch
         self._held = {}  # step: its batch, and the position after it
-        self._sharding = sharding(layout, batch)
+        self._batch, self._sharding = batch, sharding(layout, batch)
         found = {len(x) for x in jax.tree.leaves(self.some)}
         if found != {batch}:
             raise ValueError(
@@ -116,11 +113,7 @@ def feed(batches: Any, batch: int, layout: Layout) -> Feed | Stream:
 
 
 def sharding(layout: Layout, batch: int) -> NamedSharding:
-    """The NamedSharding of rows: over the axes that cut them, contiguous.
-
-    Raises:
-      ValueError: rows that do not divide.
-    """
+    """The NamedSharding of rows, cut contiguously; a ValueError where they do not divide."""
     parts = layout.exact or layout.parts(layout.rows) * layout.microbatches
     if batch % parts:
         what = "blocks" if layout.exact else f"parts, {layout.microbatches} on each device"

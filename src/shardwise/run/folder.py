@@ -12,18 +12,16 @@ from shardwise.checkpoint.items import address
 
 
 class Folder:
-    """The folder of a run. Process 0 writes it, but for the notes: each process writes its own.
+    """The folder of a run, which process 0 writes; a ValueError where something else lies there.
 
     settings.json        every setting, as the run last started
     metrics.jsonl        a line of JSON for each step that is done
     evaluations.jsonl    one for each evaluation
     hashes.jsonl         one for each step whose arrays were hashed
-    metrics.png, .svg    loss and throughput, drawn
+    metrics.png          loss and throughput, drawn
     checkpoints/         Orbax, one folder for each saved step
-    processes/0.json     process, pid, host, step, doing, time, line
+    processes/0.json     what each process notes: process, pid, host, step, doing, time, line
     batches/12.npz       the batch of a bad step
-
-    Raises ValueError where something else lies in one of these places.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -62,13 +60,8 @@ class Folder:
 
 
 def on_disk(path: str | os.PathLike) -> Path:
-    """The path of a run folder.
-
-    Raises:
-      ValueError: it is an address, such as gs://bucket/run; a `Path` of one has lost a slash. Or
-        no checkpoint can lie there, by `checkpoint.save`.
-    """
-    if re.match(r"\w[\w.+-]+:/", str(path)):
+    """The path of a run folder; a ValueError where it is an address, or Orbax cannot save there."""
+    if re.match(r"\w[\w.+-]+:/", str(path)):  # a Path has lost a slash
         raise ValueError(
             f"run: {path} is an address, and a run folder lies on a disk that all processes see: "
             f"lines are added to its files. Mount the bucket (Cloud Storage FUSE, mountpoint-s3), "

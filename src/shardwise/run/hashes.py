@@ -34,27 +34,20 @@ def diff(
     Args:
       one: a run folder.
       other: another one.
-
-    Raises:
-      ValueError: no such folder; no hashes of the same step.
     """
-    folders = [Folder(path) for path in (one, other)]
-    if missing := [str(each.path) for each in folders if not each.path.exists()]:
-        raise ValueError(f"diff: there is no run folder {missing[0]}.")
-    ours, theirs = ({x["step"]: x for x in metrics.read(each.hashes)} for each in folders)
+    ours, theirs = ({x["step"]: x for x in metrics.read(Folder(p).hashes)} for p in (one, other))
     steps = sorted(ours.keys() & theirs.keys())
     if not steps:
         raise ValueError(
-            f"diff: {one} and {other} have no hashes of one step; record them by --hash-every, the "
-            f"same in both runs."
+            f"diff: {one} and {other} have no hashes of one step, or are no run folders; record "
+            f"them by --hash-every, the same in both runs."
         )
     first = next((s for s in steps if ours[s]["arrays"] != theirs[s]["arrays"]), None)
     a, b = (each[steps[-1] if first is None else first] for each in (ours, theirs))
     if first is None:
         print(f"{len(a['arrays'])} arrays are equal in steps {_listed(steps)}.")
     else:
-        paths = {**a["arrays"], **b["arrays"]}
-        paths = [path for path in paths if a["arrays"].get(path) != b["arrays"].get(path)]
+        paths = sorted({path for path, _ in a["arrays"].items() ^ b["arrays"].items()})
         more = f", and {len(paths) - 8} more" if len(paths) > 8 else ""
         before = [step for step in steps if step < first]
         equal = f"equal in steps {_listed(before)}" if before else "the first that both recorded"

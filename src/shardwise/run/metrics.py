@@ -22,11 +22,7 @@ def add(file: Path, line: dict[str, Any]) -> None:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """The lines of a file, in order; a last one that was cut off in writing is left out.
-
-    Raises:
-      ValueError: a line that is no step's.
-    """
+    """The lines of a file, without a last one cut in writing; a ValueError for a damaged one."""
     if not file.exists():
         return []
     found, texts = [], file.read_bytes().split(b"\n")
@@ -41,15 +37,6 @@ def read(file: Path) -> list[dict[str, Any]]:
                 f"this: take the line out, or move the file away, and go on."
             )
     return found
-
-
-def missing(file: Path, last: int) -> list[tuple[int, int]]:
-    """(first, last) of each run of consecutive steps, up to `last`, that have no line."""
-    steps = {line["step"] for line in read(file)}
-    absent = [step for step in range(1, last + 1) if step not in steps]
-    starts = [step for step in absent if step - 1 in steps or step == 1]
-    ends = [step for step in absent if step + 1 in steps or step == last]
-    return list(zip(starts, ends, strict=True))
 
 
 def _line(text):
@@ -74,7 +61,7 @@ def _finite(x):
 
 
 def plot(folder: Folder) -> None:
-    """Draw metrics.png and metrics.svg, where matplotlib is installed, of what is done."""
+    """Draw metrics.png, where matplotlib is installed, of what is done."""
     lines = [x for x in read(folder.metrics) if isinstance(x["loss"], float)]
     if not lines or importlib.util.find_spec("matplotlib") is None:
         return
@@ -96,6 +83,4 @@ def plot(folder: Folder) -> None:
     what = "tokens" if "tokens" in lines[0] else "rows"
     speed.plot(steps, [x.get(f"{what}_per_second", math.nan) for x in lines])
     speed.set(xlabel="step", ylabel=f"{what}/s", ylim=(0, None))
-    for kind in ("png", "svg"):
-        figure.savefig(folder.path / f"metrics.{kind}", dpi=150)
-        figure.set_layout_engine("none")  # places are found once, and both have them
+    figure.savefig(folder.path / "metrics.png", dpi=150)

@@ -1,7 +1,5 @@
-"""The mean of a run's parameters, and a guard of its steps.
-
-Mean and guard are optax transformations, so that every layout cuts, updates, saves and restores
-what they hold as it does the optimizer's own state, and their results are one device's.
+"""The mean of a run's parameters and a guard of its steps, as optax transformations: every layout
+cuts, updates, saves and restores what they hold as it does the optimizer's own state.
 """
 
 from typing import Any, NamedTuple
@@ -33,8 +31,8 @@ def averaged(tx: Any, decay: float) -> optax.GradientTransformation:
     """`tx`, keeping an exponential moving average of the parameters beside its own state.
 
     The sum starts from zero; who reads it divides by what its weights add up to, 1 - decay^count
-    (Kingma and Ba, 2015, section 3), so that after k steps the mean is over those k and nothing
-    else. It is held in float32 at least: in bfloat16, a hundredth of what is new would be lost.
+    (Kingma and Ba, 2015, section 3): the mean is over the steps taken alone. It is held in float32
+    at least: in bfloat16, a hundredth of what is new would be lost.
     """
 
     def init(params):
@@ -55,10 +53,8 @@ def averaged(tx: Any, decay: float) -> optax.GradientTransformation:
 
 
 def guarded(tx: Any, limit: float = float("inf"), halt: bool = False) -> Any:
-    """`tx`, but for steps whose gradients' norm is not finite or above `limit`.
-
-    Such a step changes neither parameters nor state. With `halt`, nor does any step after it, so
-    that whoever hears of it later still has what was good.
+    """`tx`, but for steps whose gradients' norm is not finite or above `limit`: such a step changes
+    neither parameters nor state. With `halt`, nor does any after it: what was good is still there.
     """
 
     def init(params):

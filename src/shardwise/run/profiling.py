@@ -1,10 +1,9 @@
 """The times of devices in the steps of a trace: compute, collectives, and waiting in them.
 
-Traces are those of `jax.profiler`, read by its own `ProfileData`; XProf opens the same folder, and
-Perfetto the `.trace.json.gz` in it. On CPU a device is a thread, and a collective's waiting is its
-rendezvous; what two threads of one core do in turn looks like work on both, so that times there
-tell of order and of waiting, and nothing of speed. On a GPU operations are kernels, of which those
-of several streams, or of one CUDA graph, run side by side; waiting is not told there.
+Traces are those of `jax.profiler`; XProf opens the same folder, Perfetto the `.trace.json.gz` in
+it. On CPU a device is a thread, and a collective's waiting is its rendezvous; threads that share a
+core both look busy, so times there tell of order and of waiting, and nothing of speed. On a GPU
+operations are kernels, of which several may run side by side; waiting is not told there.
 """
 
 import bisect
@@ -26,9 +25,8 @@ _RUN = "GpuExecutable::ExecuteThunks"  # the host's event of one run, within whi
 
 
 class Op(NamedTuple):
-    """One operation of a program on a device: `start` and `stop` in ns, `waiting` of it in ns.
-
-    `run` numbers the program's runs as the trace does, `compiled` the times that it was compiled.
+    """One operation on a device, in ns. `run` numbers the runs of `program` as the trace does,
+    `compiled` the times that it was compiled.
     """
 
     device: int
@@ -43,21 +41,17 @@ class Op(NamedTuple):
 
 
 class Times(NamedTuple):
-    """The seconds of a device in one run of a program; `idle` is when none of its operations runs.
-
-    Compute and collectives may be under way at once.
-    """
+    """The seconds of a device in one run, of which several operations may share some."""
 
     compute: float
     collectives: float
     waiting: float
-    idle: float
+    idle: float  # when none of its operations runs
 
 
 def read(folder: str | Path) -> list[Op]:
-    """The operations of the newest trace in a folder, without those that hold others (loops).
-
-    Of GPUs the trace has to begin when they are idle: runs are counted from its beginning.
+    """The operations of the newest trace in a folder, without those that hold others (loops); of
+    GPUs it has to begin when they are idle, since runs are counted from its beginning.
 
     Raises:
       FileNotFoundError: no trace there.
@@ -90,11 +84,7 @@ def _is_gpu(plane):
 
 
 def _launches(line: Any) -> dict[Any, int]:
-    """{a kernel's correlation: the run that started it}, of one thread of the host.
-
-    Runs are numbered in the order in which the thread starts them: alike for all GPUs, which run
-    the same programs.
-    """
+    """{a kernel's correlation: the number of its run}, which all GPUs start in the same order."""
     runs, launches = [], []
     for event in line.events:
         if _RUN in event.name:
@@ -151,12 +141,8 @@ def compilations(ops: Iterable[Op]) -> dict[str, int]:
 
 
 def runs(ops: Iterable[Op]) -> list[list[Op]]:
-    """The operations of each step, in the order of starts.
-
-    In another trace than a run's, those of each run of the program that took most time.
-
-    Raises:
-      ValueError: no operations, as in a trace that ended before a step began.
+    """The operations of each step, in order; in another trace than a run's, those of each run of
+    the program that took most time. A ValueError where there are none.
     """
     total: dict[str, float] = collections.defaultdict(float)
     found: dict[tuple[str, int], list[Op]] = collections.defaultdict(list)
@@ -172,9 +158,10 @@ def runs(ops: Iterable[Op]) -> list[list[Op]]:
 
 def gaps(ops: Iterable[Op]) -> list[float]:
     """The seconds from the end of each step, on all devices, to the next start."""
-    pairs = itertools.pairwise(runs(ops))
-    ends = ((max(op.stop for op in run), min(op.start for op in after)) for run, after in pairs)
-    return [(start - stop) / 1e9 for stop, start in ends]
+    return [
+        (min(op.start for op in after) - max(op.stop for op in run)) / 1e9
+        for run, after in itertools.pairwise(runs(ops))
+    ]
 
 
 def times(ops: Iterable[Op]) -> dict[tuple[int, int], Times]:
@@ -186,9 +173,8 @@ def times(ops: Iterable[Op]) -> dict[tuple[int, int], Times]:
     }
 
 
-def _times(ops: list[Op]) -> Times:
-    compute = _covered(op for op in ops if not op.collective)
-    together = _covered(op for op in ops if op.collective)
+def _times(ops):
+    compute, together = (_covered(o for o in ops if o.collective == kind) for kind in (False, True))
     waiting = min(sum(op.waiting for op in ops), together)
     idle = max(op.stop for op in ops) - min(op.start for op in ops) - _covered(ops)
     return Times(*(x / 1e9 for x in (compute, together, waiting, idle)))

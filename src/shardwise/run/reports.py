@@ -1,4 +1,4 @@
-"""The reports of a run: lines on standard output, in the metrics and as events."""
+"""The reports of a run: lines on standard output, and in the metrics."""
 
 import contextlib
 import math
@@ -15,57 +15,35 @@ from shardwise.run.folder import Folder
 from shardwise.run.metrics import add, cut, plot, read
 from shardwise.run.settings import Settings
 
-_EVERY = 10  # seconds between two plain lines
+_EVERY = 10  # seconds between two lines
 
 
-class Output:
-    """Standard output, which ends nothing when its terminal closed, disk is full or reader ended.
+def say(text: str) -> None:
+    """Write a line to standard output, whose terminal may close, disk fill or reader end.
 
-    The error is said once on standard error; from then on what is printed is dropped.
+    That is said once on standard error; from then on what is written is dropped.
     """
-
-    def write(self, text: str) -> int:
-        with self._forgiving():
-            sys.stdout.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with self._forgiving():
-            sys.stdout.flush()
-
-    def isatty(self) -> bool:
-        return not sys.stdout.closed and sys.stdout.isatty()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(sys.stdout, name)
-
-    @contextlib.contextmanager
-    def _forgiving(self):
-        try:
-            yield
-        except (OSError, ValueError) as error:  # ValueError: it was closed here
-            # What is still held back would fail again when the program ends.
-            sys.stdout = open(os.devnull, "w")
-            with contextlib.suppress(OSError):
-                os.dup2(sys.stdout.fileno(), 1)
-            with contextlib.suppress(OSError, AttributeError, ValueError):
-                print(f"run: no more output ({error}); it goes on.", file=sys.stderr, flush=True)
-
-
-OUT = Output()
+    try:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+    except (OSError, ValueError) as error:  # ValueError: it was closed here
+        # What is still held back would fail again when the program ends.
+        sys.stdout = open(os.devnull, "w")
+        with contextlib.suppress(OSError):
+            os.dup2(sys.stdout.fileno(), 1)
+        with contextlib.suppress(OSError, AttributeError, ValueError):
+            print(f"run: no more output ({error}); it goes on.", file=sys.stderr, flush=True)
 
 
 class Report:
     """The report of one process; only process 0 writes and prints anything.
 
-    What it opens, `stack` closes. `rows` are some of a batch, `held` the bytes of the state on a
-    device, `rate` the learning rate by step, and `at_peak` the seconds of a step's products at the
-    chips' peak, where known.
+    `rows` are some of a batch, `held` the bytes of the state on a device, `rate` the learning rate
+    by step, and `at_peak` the seconds of a step's products at the chips' peak, where known.
     """
 
     def __init__(
         self,
-        stack: contextlib.ExitStack,
         settings: Settings,
         folder: Folder,
         first: int,
@@ -82,37 +60,13 @@ class Report:
         before = [line for line in read(folder.metrics) if line["step"] < first]
         self._skipped = sum(bool(line.get("bad")) for line in before)
         self._since, self._said = time.perf_counter(), -math.inf
-        self._main, self._progress, self._events = jax.process_index() == 0, None, None
-        if self._main:
-            if OUT.isatty():
-                self._progress = stack.enter_context(self._bar(first))
-            if settings.tensorboard:
-                self._events = stack.enter_context(contextlib.closing(self._writer()))
-            for file in folder.lines:
-                cut(file, first)
-
-    def _bar(self, first):
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
-        progress = Progress(*columns, console=Console(file=OUT))
-        self._task = progress.add_task("", total=self._settings.steps, completed=first - 1)
-        return progress
-
-    def _writer(self):
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError:
-            raise ImportError(
-                "run: --tensorboard needs tensorboardX: pip install 'shardwise[tensorboard]'"
-            ) from None
-        return SummaryWriter(str(self._folder.path / "events"))
+        self._main = jax.process_index() == 0
+        for file in folder.lines if self._main else ():
+            cut(file, first)
 
     def step(self, step: int, record: dict[str, Any], bad: bool) -> str:
-        """Write a step and show it, outside of a terminal only now and then; return its text.
-
-        Its seconds are those since the step before.
+        """Write a step, with the seconds since the one before, and show it now and then; return its
+        text.
         """
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
@@ -130,13 +84,7 @@ class Report:
             line["bad"] = True
             self._skipped += 1
         self.add(self._folder.metrics, line)
-        if self._events is not None:
-            for name, value in line.items():
-                if name != "step" and isinstance(value, int | float):
-                    self._events.add_scalar(name, value, step)
-        if self._progress is not None:
-            self._progress.update(self._task, completed=step, description=text)
-        elif now - self._said > _EVERY or step == steps:
+        if now - self._said > _EVERY or step == steps:
             self._said = now
             self.print(text)
         return text
@@ -146,11 +94,8 @@ class Report:
         self._since = time.perf_counter()
 
     def print(self, text: str) -> None:
-        """Print a line that stays."""
-        if self._progress is not None:
-            self._progress.console.print(text, markup=False)
-        elif self._main:
-            print(text, file=OUT, flush=True)
+        if self._main:
+            say(text)
 
     def add(self, file: Path, line: dict[str, Any]) -> None:
         """Write a line to one of the folder's files."""
@@ -165,8 +110,6 @@ class Report:
             self.print(f"  wrote: {text!r}")
         means = {} if mean is None else {"loss_of_mean": mean}
         self.add(self._folder.evaluations, {"step": step, "loss": loss, **means, "sample": text})
-        if self._events is not None:
-            self._events.add_scalar("held_out_loss", loss, step)
 
     def finish(self, step: int, stopped: bool) -> None:
         """Say how the run ended, and draw it."""

@@ -26,21 +26,19 @@ _REGISTRY = tyro.constructors.ConstructorRegistry()
 _PLAIN = """checkpoint_dots checkpoint_dots_with_no_batch_dims dots_saveable
 dots_with_no_batch_dims_saveable everything_saveable nothing_saveable""".split()
 _POLICIES = {name: getattr(jax.checkpoint_policies, name) for name in _PLAIN}
-_POLICIES["offload"] = layouts.offload
+_POLICIES |= {"offload": layouts.offload, None: None}
 _KERNELS = {"tiles": context.tiled, "splash": context.splash(), "cudnn": context.cudnn()}
 # What may differ when a run goes on. The rest decides which numbers come next.
-_FREE = ("run", "steps", "save_every", "keep", "resume", "devices", "tensorboard", "profile", "bad")
-_FREE += ("limit", "layout", "evaluation", "processes", "model.stages", "model.remat", "hash_every")
+_FREE = ("run", "steps", "save_every", "keep", "resume", "devices", "profile", "bad", "limit")
+_FREE += ("layout", "evaluation", "processes", "model.stages", "model.remat", "hash_every")
 # What may not differ in an exact run: it changes the program of a block.
 _EXACT = ("layout.dtype", "layout.kernel", "layout.remat", "model.remat", "model.stages")
 
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """The number of devices of each role of a layout, and how roles are realised.
-
-    The sizes multiply to the number of devices; one may be -1, for the devices that remain. The
-    rest is as in `layouts.Layout`.
+    """The number of devices of each role, of which one may be -1 for those that remain; the rest is
+    as in `layouts.Layout`.
     """
 
     data: int = 1
@@ -66,10 +64,8 @@ class Roles:
     exact: int = 0  # blocks of rows: the same bits on 1, 2, 4, ... up to so many devices
 
     def layout(self) -> layouts.Layout:
-        """The layout over the devices there are, with an axis of its own for each role above 1.
-
-        Raises:
-          ValueError: sizes that do not fit the devices, no such policy, what `Layout` raises.
+        """The layout over the devices there are, with an axis of its own for each role above 1; a
+        ValueError where that is none.
         """
         options = dict(vars(self))
         sizes = {role: options.pop(role) for role in ORDER}
@@ -81,12 +77,12 @@ class Roles:
                 f"{error} One may be -1, as --layout.fsdp -1, for the devices that remain; or say "
                 f"--devices, or mesh.simulate(8) before anything runs, for more of them."
             ) from None
-        if self.remat is not None and self.remat not in _POLICIES:
-            raise ValueError(f"run: remat={self.remat!r}; expected one of {', '.join(_POLICIES)}.")
+        if self.remat not in _POLICIES:
+            known = ", ".join(map(str, _POLICIES))
+            raise ValueError(f"run: remat={self.remat!r}; expected one of {known}.")
         taken = {role: size for role, size in fitted.items() if size > 1} or {"data": 1}
-        options |= dict(zip(taken, taken, strict=True))
-        options["remat"] = _POLICIES.get(self.remat)
-        options["kernel"] = _KERNELS.get(self.kernel)
+        options |= {role: role for role in taken}
+        options |= {"remat": _POLICIES[self.remat], "kernel": _KERNELS.get(self.kernel)}
         for name in ("dtype", "reduce_dtype"):
             options[name] = options[name] and jnp.dtype(options[name])
         return layouts.Layout(mesh.make(**taken), **options)
@@ -112,16 +108,15 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-    """The processes of a run: by default found in the environment, as JAX finds them.
-
-    SLURM, Kubernetes and TPU VMs tell them; else give address, count and index.
+    """The processes of a run, as SLURM, Kubernetes or a TPU VM tell JAX; else give address, count
+    and index.
     """
 
     address: str | None = None  # host:port of process 0
     count: int | None = None
     index: int | None = None
     heartbeat: int = 20  # seconds after which a process that is silent is taken for dead
-    hang: float = 25.0  # seconds without progress, beyond three steps' time, that end a process
+    hang: float = 25.0  # seconds without progress, or five steps' time, that end a process
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +138,6 @@ class Settings:
     # Of all processes together, simulated where there are fewer real ones; by default all
     # accelerators, or without any eight simulated devices.
     devices: int | None = None
-    tensorboard: bool = False  # events too, by the extra `tensorboard`
     profile: str | None = None  # first and last step of a trace, as 10:13
     layout: Roles = dataclasses.field(default_factory=Roles)
     model: Config = dataclasses.field(default_factory=lambda: Config(dtype=F32, param_dtype=F32))
@@ -170,11 +164,7 @@ class Settings:
             raise ValueError(f"run: limit={self.limit}; expected a norm above 0.")
 
     def profiled(self) -> range:
-        """The steps of which a trace is made.
-
-        Raises:
-          ValueError: `profile` is no range of steps.
-        """
+        """The steps of which a trace is made; a ValueError where `profile` is no range."""
         if self.profile is None:
             return range(0)
         first, _, last = self.profile.partition(":")
@@ -190,8 +180,8 @@ def flags(
 ) -> Settings:
     """The settings: `default` with what the command line says, by the flags of `shardwise train`.
 
-    Of a run that goes on (`--resume`), its saved settings stand where `default` would, but for the
-    processes' addresses and the trace, which differ each time.
+    Of a run that goes on (`--resume`), its saved ones are the default, but for the processes'
+    addresses and the trace, which differ each time.
     """
     argv, default = list(sys.argv[1:] if argv is None else argv), default or Settings()
     if "--resume" in argv:
@@ -240,8 +230,6 @@ def from_flat(values: dict[str, Any], default: Settings | None = None) -> Settin
 
 
 def _plain(value):
-    if isinstance(value, tuple):
-        return list(value)
     if isinstance(value, np.dtype | type):
         return jnp.dtype(value).name
     finite = not isinstance(value, float) or np.isfinite(value)
@@ -256,26 +244,17 @@ def _parsed(name, value, default):
         return Path(value)
     if isinstance(default, np.dtype | type):
         return jnp.dtype(value)
-    if isinstance(default, float) and isinstance(value, str):
-        return float(value)
-    return tuple(value) if isinstance(value, list) else value
+    return float(value) if isinstance(default, float) and isinstance(value, str) else value
 
 
 def check_resumable(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
-    """Raise ValueError if settings differ that decide numbers; both are as `flat` gives them.
-
-    Only what was saved is compared.
-    """
+    """Raise ValueError if a setting that was saved differs and decides numbers; as of `flat`."""
     fixed = ("layout.exact", *(_EXACT if now.get("layout.exact") else ()))
-    held = [n for n in now if n in fixed or not {n, n.partition(".")[0]} & set(_FREE)]
-    told = "; ".join(
-        f"{n} was {json.dumps(saved[n])} and is {json.dumps(now[n])}"
-        for n in held
-        if n in saved and saved[n] != now[n]
-    )
-    if told:
+    held = (n for n in now if n in fixed or not {n, n.partition(".")[0]} & set(_FREE))
+    differ = (n for n in held if n in saved and saved[n] != now[n])
+    if told := [f"{n} was {json.dumps(saved[n])} and is {json.dumps(now[n])}" for n in differ]:
         raise ValueError(
-            f"run: {folder} cannot go on with other settings: {told}. What may differ: "
+            f"run: {folder} cannot go on with other settings: {'; '.join(told)}. What may differ: "
             f"{', '.join(_FREE)}, but not {', '.join(fixed)}. Leave these as they were, or start "
             f"another run."
         )

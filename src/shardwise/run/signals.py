@@ -1,7 +1,4 @@
-"""Signals that ask a run to stop: the first to save and leave, the second to end at once.
-
-They are heard from `join`, where this process joins the others of its system, until `leave`.
-"""
+"""Signals that ask a run to stop: the first to save and leave, the second to end at once."""
 
 import contextlib
 import os
@@ -15,16 +12,14 @@ from shardwise.run.settings import Processes
 from shardwise.run.state import Result
 
 STOPPED = 75  # the exit status of a run that one of them stopped, after saving (EX_TEMPFAIL)
-# A scheduler's, Ctrl-C and the terminal's Quit, a terminal that closes, and what SLURM is told to
-# send ahead of the end (submitit: USR2).
 ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
-ASKED += (signal.SIGUSR1, signal.SIGUSR2)
+ASKED += (signal.SIGUSR1, signal.SIGUSR2)  # which SLURM is told to send (submitit: USR2)
+TWICE = signal.SIGHUP  # shell and kernel both tell a terminal's end: a second one asks no more
 
 
 def handled(handler: Callable[[int, FrameType | None], None]) -> contextlib.ExitStack:
-    """Let `handler` hear these signals until the end of the context, where this thread can.
-
-    SIGHUP stays ignored where it is, as nohup wishes.
+    """Let `handler` hear these signals until the end of the context, where this thread can; SIGHUP
+    stays ignored where it is, as nohup wishes.
     """
     ends = contextlib.ExitStack()
     kept = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
@@ -34,18 +29,12 @@ def handled(handler: Callable[[int, FrameType | None], None]) -> contextlib.Exit
     return ends
 
 
-def is_repeated(number: int) -> bool:
-    """Whether a second such signal asks no more: shell and kernel both tell a terminal's end."""
-    return number == signal.SIGHUP
-
-
 class Stop(contextlib.ExitStack):
     """A handler of signals in its context, whose end puts back the earlier handlers.
 
-    A first signal is remembered: who counts steps looks, and agrees on it with other processes. A
-    second one ends the process also while its main thread compiles or waits in a collective, where
-    no Python handler runs: the interpreter writes each signal's number to a pipe, and a thread
-    reads it.
+    A first signal is remembered. A second one ends the process, also while its main thread compiles
+    or waits in a collective, where no Python handler runs: the interpreter writes each signal's
+    number to a pipe, and a thread reads it.
     """
 
     signal: int | None = None
@@ -67,7 +56,7 @@ class Stop(contextlib.ExitStack):
     def _count(self):
         seen = 0
         while number := os.read(self._read, 1):
-            seen += number[0] in ASKED and not (seen and is_repeated(number[0]))
+            seen += number[0] in ASKED and not (seen and number[0] == TWICE)
             if seen > 1:
                 message = f"run: {signal.Signals(number[0]).name} again: ending without saving.\n"
                 os.write(2, message.encode())
@@ -76,21 +65,14 @@ class Stop(contextlib.ExitStack):
 
 
 def standing() -> Stop | None:
-    """The Stop that handles this process's signals now, if one does."""
+    """The Stop that handles this process's signals now, as since `run.join`, if one does."""
     owner = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     return owner if isinstance(owner, Stop) else None
 
 
-def heard() -> contextlib.AbstractContextManager[Stop]:
-    """The context of the Stop that stands since `run.join`; where none does, one for the block."""
-    return contextlib.nullcontext(stop) if (stop := standing()) else Stop()
-
-
 def join(processes: Processes | None = None, devices: int | None = None) -> None:
-    """Call `shardwise.processes.join` with the settings of a run.
-
-    From here to `leave` a signal that asks for a stop is remembered: one that comes before the
-    first step, while data are read or programs compiled, is heard when that is done.
+    """Call `shardwise.processes.join` with the settings of a run; from here to `leave` a signal
+    that asks for a stop is remembered, while programs compile too.
     """
     told = processes or Processes()
     with contextlib.ExitStack() as on_failure:
@@ -102,9 +84,8 @@ def join(processes: Processes | None = None, devices: int | None = None) -> None
 
 
 def leave(result: Result | None = None) -> int:
-    """Call `shardwise.processes.leave`; return the exit status that says how a run ended.
-
-    It is 0 when the run is done, 75 when a signal stopped it.
+    """Call `shardwise.processes.leave`; return the exit status: 0, or 75 where a signal stopped the
+    run.
     """
     system.leave()
     if stop := standing():

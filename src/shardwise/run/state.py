@@ -1,12 +1,8 @@
-"""The state that a run holds between steps, the keys of each, and the programs that change it.
-
-Keys are decided by seed and step alone: nothing of them has to be saved, and no mesh, process or
-resume changes them.
-"""
+"""The state of a run, the programs that change it, and keys, which seed and step alone decide."""
 
 import dataclasses
+import functools
 import inspect
-import sys
 import zlib
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -38,9 +34,8 @@ _RESERVED = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The result of a run: `stopped` by a signal or done; `params` as the layout keeps them.
-
-    `ema` is the decay of the parameters' `mean`, where one is kept.
+    """The result of a run: `stopped` by a signal or done; `params` as the layout keeps them; `ema`,
+    the decay of the parameters' `mean` where one is kept.
     """
 
     folder: Path
@@ -73,14 +68,13 @@ def key_of_step(seed: Any, step: Any) -> jax.Array:
 
 
 def create(layout: Layout, make: Callable, tx: Any, seed: int) -> tuple:
-    """(params, opt_state), each array born where it lives, by one program of a key.
-
-    On CPU it is not optimized, since it runs once: that takes two thirds of the compiler's time.
+    """(params, opt_state), each array born where it lives, by one program of a key; on CPU, since
+    it runs once, without optimizing, which takes two thirds of the compiler's time.
     """
-    if layout.exact:
-        return layouts.init(layout, make, tx, key_of_seed(seed))
-    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
-    born = jax.jit(lambda key: layouts.init(layout, make, tx, key), compiler_options=options)
+    born = functools.partial(layouts.init, layout, make, tx)
+    if not layout.exact:
+        options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
+        born = jax.jit(born, compiler_options=options)
     return born(key_of_seed(seed))
 
 
@@ -88,20 +82,14 @@ def abstract(layout: Layout, make: Callable, tx: Any, seed: int) -> tuple:
     """The shapes with shardings of what `create` makes; no arrays are held."""
     params = jax.eval_shape(make, key_of_seed(seed))
     shapes = params, jax.eval_shape(tx.init, params)
-    return jax.tree.map(
-        lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to),
-        shapes,
-        layouts.shardings(layout, params, tx),
-    )
+    shards = layouts.shardings(layout, params, tx)
+    return jax.tree.map(lambda x, to: x.update(sharding=to), shapes, shards)
 
 
 def begun(
     layout: Layout, make: Callable, tx: Any, seed: int, folder: Folder, step: int | None
 ) -> tuple:
-    """(params, opt_state): made, or restored where a step is saved.
-
-    Of a run that goes on nothing is made first: no two states are held.
-    """
+    """(params, opt_state): made, or restored where a step is saved: no two states are held."""
     if step is None:
         return create(layout, make, tx, seed)
     params, opt_state = abstract(layout, make, tx, seed)
@@ -111,10 +99,7 @@ def begun(
 
 
 def mean(params: Any, opt_state: Any, decay: float) -> Any:
-    """The mean of the parameters that `averaged` keeps in the state, corrected, laid out as they.
-
-    Only the form and the dtypes of `params` count.
-    """
+    """The mean that `averaged` keeps in the state, corrected; of `params` only the dtypes count."""
     by = 1 - decay**opt_state.inner.count  # what the weights of the sum add up to
     return jax.tree.map(lambda x, p: (x / by).astype(p.dtype), opt_state.inner.sum, params)
 
@@ -152,13 +137,6 @@ def claim(
                 f"run: {settings.run} was trained with other facts: {name} was "
                 f"{found['facts'].get(name)!r} and is {value!r}."
             )
-    if jax.process_index() == 0:
-        for first, last in metrics.missing(folder.metrics, found["step"] if found else 0):
-            print(
-                f"run: {folder.metrics} has no lines of steps {first} to {last}, which were done; "
-                f"the run goes on from its checkpoint of step {found['step']}, without them.",
-                file=sys.stderr,
-            )
     folder.write_settings(now)
     return found
 
@@ -166,11 +144,11 @@ def claim(
 def step_program(
     layout: Layout, loss: Callable, has_aux: bool, aux: Any, tx: Any, seed: int, state: tuple
 ) -> Callable:
-    """(params, opt_state, batch, step, flags) -> (params, opt_state, record); the former donated.
+    """(params, opt_state, batch, step, flags) -> (params, opt_state, record); the former donated,
+    and laid out as in `state`, the first ones.
 
-    What comes out is laid out as `state`, the first parameters and optimizer state. `flags` are the
-    function's below. The record is a dict that every process has: loss, gradient_norm, bad, stop,
-    and what `_recorded` takes of aux, of which `aux` says how parts become one.
+    Every process has the record: loss, gradient_norm, bad, stop, the largest of `flags`, and what
+    `_recorded` takes of aux, of which `aux` says how parts become one.
     """
     run = layouts.step(layout, loss, tx, has_aux, aux, check=False)
 
@@ -178,8 +156,8 @@ def step_program(
         key = key_argument(loss, seed, step)
         params, opt_state, value, *extra = run(params, opt_state, batch, **key)
         record = _recorded(extra[0]) if extra and isinstance(extra[0], dict) else {}
-        record |= {"loss": value, "gradient_norm": opt_state.norm, "bad": opt_state.bad}
-        record |= {"stop": flags.max()}
+        record |= dict(loss=value, gradient_norm=opt_state.norm)
+        record |= dict(bad=opt_state.bad, stop=flags.max())
         return params, opt_state, layouts.whole(layout, record) if layout.exact else record
 
     if layout.exact:  # it is several programs
@@ -196,9 +174,8 @@ def _recorded(aux):
             f"run.train: the loss's aux has {taken[0]!r}, which the metrics have already: call it "
             f"something else. Theirs are {', '.join(sorted(_RESERVED))}."
         )
-    means = {name: x for name, x in aux.items() if isinstance(x, objective.Mean)}
-    found = {n: x for n, x in aux.items() if hasattr(x, "ndim") and x.ndim <= 1}
-    return found | {name: quotient(x) for name, x in means.items()}
+    found = {n: quotient(x) if isinstance(x, objective.Mean) else x for n, x in aux.items()}
+    return {name: x for name, x in found.items() if getattr(x, "ndim", 2) <= 1}
 
 
 def judge(
@@ -212,8 +189,7 @@ def judge(
 
 def flags(layout: Layout, asked: bool) -> Any:
     """The vector that says of each device whether its process was asked to stop."""
-    cut = NamedSharding(layout.auto, P(layout.auto.axis_names))
-    shape = (layout.auto.size,)
+    cut, shape = NamedSharding(layout.auto, P(layout.auto.axis_names)), (layout.auto.size,)
     return jax.make_array_from_callback(shape, cut, lambda index: np.asarray([asked], np.int32))
 
 

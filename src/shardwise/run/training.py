@@ -46,21 +46,19 @@ def train(
       settings: of which `model`, `data`, `sequence` and `devices` count for nothing here, nor does
         `optimizer` beside a `tx`; the run folder has the others.
       create: of a key, one device's parameters.
-      loss: of (params, batch) or (params, batch, key), as in `shardwise.layouts`. Rows that look at
-        each other are an error where the layout divides them: before its first step a new run
-        judges the loss, as `objective.check` does.
+      loss: of (params, batch) or (params, batch, key), as in `shardwise.layouts`; a new run judges
+        it before its first step, as `objective.check` does.
       batches: a `grain.MapDataset` of single rows, endless, of which step k has the k-th
         `settings.batch`; or an iterator of whole batches with get_state and set_state, as Grain's.
       tx: an optax transformation; by default `settings.optimizer`'s.
       validation: as `batches`, a MapDataset, of which evaluations read the first batches.
       has_aux: whether the loss returns aux too. If that is a dict, its scalars and vectors stand in
         the metrics, and of an `objective.Mean` the quotient, exact for every padding.
-      sample: of parameters, which are then whole on each device, a text for the log at each
-        evaluation. Where they do not fit, leave it out, and sample from checkpoints.
+      sample: of parameters, whole on each device (where they do not fit, leave it out), a text for
+        the log at each evaluation.
       facts: what must be equal when the run goes on, beside the settings, such as checksums.
-      flops: a step's model FLOPs (`plan.model_flops` of a decoder), from which each line of the
-        metrics has its `mfu`: their share of the bfloat16 peak, where `topology.of_device` knows
-        the devices.
+      flops: a step's model FLOPs (`plan.model_flops` of a decoder), of whose share of the bfloat16
+        peak metrics have the `mfu`, where `topology.of_device` knows the devices.
       aux: how the aux of devices and microbatches become one, as in `layouts.step`: of a mean over
         rows say "mean", or return a `Mean`, since "sum" adds it up once for each part.
 
@@ -103,7 +101,7 @@ class _Run:
         self.held_out = validation and feed(validation, settings.batch, layout)
         self.facts = facts | {"first rows": self.source.fingerprint()}
 
-        self.stop = stack.enter_context(signals.heard())
+        self.stop = signals.standing() or stack.enter_context(signals.Stop())
         lock = stack.enter_context(contextlib.closing(lock_of(self.folder)))
         saved = state.claim(settings, self.folder, self.facts, unused, lock)
         if saved is not None:
@@ -120,11 +118,10 @@ class _Run:
         self.evaluation = state.evaluation(layout, loss, settings.ema, has_aux)
         self.judge = functools.partial(state.judge, layout, *judged, seed)
         held = max(measure.bytes_on_devices(begun).values())
-        grid = layout.auto
-        chip = topology.of_device(grid.devices.flat[0].device_kind)
-        at_peak = flops and chip and flops / (grid.size * chip.peak())
+        chip = topology.of_device(layout.auto.devices.flat[0].device_kind)
+        at_peak = flops and chip and flops / (layout.auto.size * chip.peak())
         known = self.source.some, held, rate, at_peak
-        self.report = Report(stack, settings, self.folder, self.first, *known)
+        self.report = Report(settings, self.folder, self.first, *known)
         self.trace = stack.enter_context(contextlib.ExitStack())  # a run may end within it
         stack.enter_context(self.notes)
 

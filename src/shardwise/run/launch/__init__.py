@@ -15,10 +15,8 @@ def main(argv: Sequence[str], program: Sequence[str] = (sys.executable, "-m", "s
     """Launch the command after `--` as the arguments before it say; return the exit status.
 
     `argv` is what follows `shardwise launch`; `program` is what runs a command of shardwise, and
-    Python runs a file of the user's own. 0: all processes are done, or nothing was to be run; 75:
-    they were stopped by a signal, after saving; 2: refused before anything ran; else the first
-    failure's, 128 + signal where a signal killed it. Of a task of SLURM's or a worker of Ray's that
-    failed, only 1 is known here.
+    Python runs a file of the user's own. The status is 2 where nothing could be launched, else as
+    `supervising.overall` has it; of a task of SLURM's or a worker of Ray's that failed, 1.
     """
     argv = list(argv)
     at = argv.index("--") if "--" in argv else len(argv)
@@ -44,8 +42,7 @@ def _check(words):
     if not words or words[0].startswith("-"):
         raise Refused(
             f"after -- stands {repr(words[0]) if words else 'nothing'}; write a command of "
-            f"shardwise there, such as -- train --run runs/first, or a file of your own, -- "
-            f"mine.py."
+            f"shardwise there, as -- train --run runs/first, or a file of yours, -- mine.py."
         )
     for name in of_process((), "", 1, 0)[::2]:
         if option(words, name):

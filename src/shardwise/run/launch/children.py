@@ -11,7 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardwise.run.reports import OUT
+from shardwise.run.notes import Seen
+from shardwise.run.reports import say
 
 _LEASH = Path(__file__).with_name("leash.py")
 _REMEMBERED = 20  # lines of each process
@@ -22,12 +23,12 @@ _DRAINING = 2.0  # seconds for a dead process's pipe, which another that escaped
 class Child:
     """A process with a session of its own: a terminal's Ctrl-C reaches only who started it.
 
-    `code` is its return code as in `subprocess`, None while it runs; `lines` are its last ones, and
-    `raised` the last line of its last traceback, which the runtime's own words may follow.
+    `code` is its return code as in `subprocess`, None while it runs; `seen` its notes; `lines` are
+    its last ones, and `raised` ends its last traceback, which the runtime's own words may follow.
     """
 
     def __init__(self, index: int, command: Sequence[str], environment: Mapping[str, str]):
-        self.index, self.started = index, time.monotonic()
+        self.index, self.seen = index, Seen(time.monotonic())
         self.lines = collections.deque(maxlen=_REMEMBERED)
         self.code, self.raised, self.signalled, self._showing = None, "", False, False
         self._process = subprocess.Popen(
@@ -53,8 +54,7 @@ class Child:
     def kill(self) -> None:
         """Kill the process and what it has started."""
         if self.code is None:
-            # It ended since we last looked; of one that was not yet waited for, macOS says EPERM.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says EPERM
                 os.killpg(self.pid, signal.SIGKILL)
 
     def is_stopped(self) -> bool:
@@ -66,10 +66,8 @@ class Child:
 
     def has_ended(self) -> bool:
         """Whether the process ended since the last call; what it had started is then killed."""
-        if self.code is not None:
-            return False
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        if os.waitid(os.P_PID, self.pid, flags) is None:
+        if self.code is not None or os.waitid(os.P_PID, self.pid, flags) is None:
             return False
         self.close()  # with the rest of its group, before its number can be another's
         return True
@@ -96,9 +94,7 @@ class Child:
                 in_traceback |= text == "Traceback (most recent call last):"
                 self._showing = True
                 encoding = sys.stdout.encoding or "utf-8"  # which may not have all characters
-                shown = f"[{self.index}] {text}\n".encode(encoding, "backslashreplace")
-                OUT.write(shown.decode(encoding))  # in one write
-                OUT.flush()
+                say(f"[{self.index}] {text}".encode(encoding, "backslashreplace").decode(encoding))
                 self._showing = False
 
 

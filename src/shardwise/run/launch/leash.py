@@ -1,7 +1,7 @@
 """A script that becomes a program, which the kernel kills when the process that started it is gone.
 
-It runs as a file, `python -I -S leash.py PID PROGRAM ARGUMENT...`, and imports nothing of this
-package. PID is the process that started it. Elsewhere than on Linux it only becomes the program.
+`python -I -S leash.py PID PROGRAM ARGUMENT...`, of which PID is the process that started it, runs
+without this package. Elsewhere than on Linux it only becomes the program.
 """
 
 import ctypes
@@ -11,8 +11,7 @@ import sys
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h; it outlives exec, and no signal handler sees SIGKILL
 
-
-def main() -> None:
+if __name__ == "__main__":
     starter, *program = sys.argv[1:]
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
@@ -21,7 +20,3 @@ def main() -> None:
         if os.getppid() != int(starter):  # it died before the line above
             sys.exit(f"process {starter}, which started this one, is gone")
     os.execv(program[0], program)
-
-
-if __name__ == "__main__":
-    main()

@@ -20,8 +20,7 @@ class Local(Limits):
     """Processes on this machine, with their output line by line; the first failure ends all.
 
     A signal that asks for a stop (SIGTERM, SIGINT, SIGQUIT, SIGHUP, SIGUSR1, SIGUSR2) is passed on
-    once, and a second one kills all processes. None of them outlives this one, however it ends (on
-    Linux).
+    once; a second one kills all. None outlives this one, however it ends (on Linux).
     """
 
     processes: int = 2
@@ -46,11 +45,8 @@ class Local(Limits):
 def one_of_many(
     who: str, command: Sequence[str], rank: int, patient: bool = False, **environment: str
 ) -> int:
-    """Run one of a cluster's processes; return its status, 0 or 75, or raise that it failed.
-
-    Whether it hangs, only its own watchdog and the others' tell.
-    """
-    never = Limits(hang_after=0)
+    """Run one of a cluster's processes; return its status, 0 or 75, or raise that it failed."""
+    never = Limits(hang_after=0)  # its own watchdog tells, and the others'
     end = supervise([command], run_folder(command), never, environment, rank, patient)
     if report(end) not in WELL:
         raise RuntimeError(f"{who} {rank}: {end.report[-1]}")
@@ -58,11 +54,7 @@ def one_of_many(
 
 
 def run_folder(command: Sequence[str], launcher: str | None = None) -> Path:
-    """The run folder on this machine: of a `launcher` that writes to it, what --run says.
-
-    Raises:
-      Refused: there is no --run, or no run can lie there.
-    """
+    """The run folder here, which a `launcher` that writes to it is told; Refused where none is."""
     run = option(command, "--run")
     if run is None and launcher:
         raise Refused(f"{launcher} keeps its files in the run folder; say --run FOLDER after --.")
@@ -73,10 +65,7 @@ def run_folder(command: Sequence[str], launcher: str | None = None) -> Path:
 
 
 def of_process(command: Sequence[str], address: str, count: int, index: int) -> list[str]:
-    """The command of one of several processes that meet at an address.
-
-    A single one gets them too: only who has joined a coordinator hears of preemption.
-    """
+    """The command of one of several processes that meet at an address."""
     flags = {"address": address, "count": count, "index": index}
     return [*command, *(x for k, v in flags.items() for x in (f"--processes.{k}", str(v)))]
 

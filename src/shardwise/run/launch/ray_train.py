@@ -18,9 +18,8 @@ class Ray:
     """Workers of Ray Train's JaxTrainer (`pip install "ray[train]"`).
 
     Ray places them and starts them again; each runs the command in a process of its own, and they
-    meet at the first one's address. Tried on CPU with a Ray of one machine, on no cluster and no
-    accelerator. The run folder lies where all workers see it; Ray's own session files lie where Ray
-    puts them (/tmp/ray).
+    meet at the first one's address. The run folder lies where all workers see it. Tried on CPU with
+    a Ray of one machine, on no cluster and no accelerator.
     """
 
     workers: int = 2
@@ -59,8 +58,7 @@ class Ray:
             resources["TPU"] = self.tpus_per_worker
             told |= dict(use_tpu=True, topology=self.tpu_topology, accelerator_type=self.tpu_type)
         if self.gpus_per_worker:
-            resources["GPU"] = self.gpus_per_worker
-            told["use_gpu"] = True
+            resources["GPU"], told["use_gpu"] = self.gpus_per_worker, True
         return told | {"resources_per_worker": resources}
 
     def _fit(self, folder, command):
@@ -72,16 +70,12 @@ class Ray:
             from ray.train.v2.api.exceptions import TrainingFailedError
             from ray.train.v2.jax import JaxConfig, JaxTrainer
         except ImportError:
-            told = 'ray goes by Ray Train, which is not here: pip install "ray[train]"'
-            raise Refused(told) from None
-        started = not ray.is_initialized()
-        if started:
-            ray.init(address=self.address, include_dashboard=False)
+            raise Refused('ray needs Ray Train, missing here: pip install "ray[train]"') from None
+        ray.init(address=self.address, include_dashboard=False)
         token = uuid.uuid4().hex
-        begun = str(folder / f"{token}.begun")
         trainer = JaxTrainer(
             work,
-            train_loop_config={"command": command, "begun": begun},
+            train_loop_config={"command": command, "begun": str(folder / f"{token}.begun")},
             # Neither TPU nor GPU: the command joins the others by itself, as everywhere.
             jax_config=JaxConfig(use_tpu=False, use_gpu=False),
             scaling_config=ScalingConfig(**self._scaling()),
@@ -97,8 +91,7 @@ class Ray:
             print(f"[launch] {failed}", file=sys.stderr)
             return 1
         finally:
-            if started:
-                ray.shutdown()
+            ray.shutdown()
 
 
 def work(given: dict[str, Any]) -> int:

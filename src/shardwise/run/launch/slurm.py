@@ -5,11 +5,10 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from shardwise.run.launch import local
 from shardwise.run.launch.local import Refused
@@ -40,8 +39,6 @@ class Slurm:
     """Seconds before the end of its time at which the job is told to save and leave."""
     requeue: bool = True
     """Queue a job again that has saved and left; it then goes on with --resume."""
-    cluster: Literal["slurm", "local"] = "slurm"
-    """local: submitit's own processes on this machine, without SLURM."""
     wait: bool = False
     """Wait for the end of the job, and exit with its status."""
     dry_run: bool = False
@@ -49,51 +46,39 @@ class Slurm:
 
     def launch(self, command: Sequence[str]) -> int:
         """Submit the job; return 0, or with `wait` the exit status for all tasks."""
-        self._check()
-        folder = local.run_folder(command, "slurm") / "submitit"
-        try:
-            import submitit
-        except ImportError:
-            raise Refused("slurm needs submitit, which is not here: pip install submitit") from None
-        tasks, here = self.nodes * self.tasks_per_node, self.cluster == "local"
-        submitter = submitit.LocalExecutor(folder) if here else executor(submitit, folder)
-        submitter.update_parameters(**self._parameters())
-        if self.dry_run:
-            if not here:
-                print(f"# sbatch, with this file in {folder}:")
-                print(submitter._make_submission_file_text(submitter._submitit_command_str, ""))
-            print(f"# in each of {tasks} tasks:", shlex.join(command), sep="\n")
-            return 0
-        missing = [name for name in ("sbatch", "srun") if shutil.which(name) is None]
-        if missing and not here:
-            raise Refused(
-                f"{' and '.join(missing)} cannot be found: submit from a machine of the cluster, "
-                f"or try it here with --cluster local."
-            )
-        address = local.free_address() if here else None
-        job = submitter.submit(work, [*command], address, self.requeue, self.gpus_per_task)
-        print(f"job {job.job_id}; what it prints is in {folder}", flush=True)
-        return finish(job, tasks) if self.wait else 0
-
-    def _check(self):
-        counts = ("nodes", "tasks_per_node", "time")
-        local.at_least(1, **{name: getattr(self, name) for name in counts})
+        local.at_least(1, nodes=self.nodes, tasks_per_node=self.tasks_per_node, time=self.time)
         if not 0 < self.signal_before < 60 * self.time:
             raise Refused(
                 f"--signal-before {self.signal_before}: expected 1 to {60 * self.time - 1} "
                 f"seconds, of the {self.time} minutes that the job has."
             )
-        if self.cluster == "local" and self.nodes > 1:
-            raise Refused(f"--nodes {self.nodes}: --cluster local has one; raise --tasks-per-node.")
+        folder = local.run_folder(command, "slurm") / "submitit"
+        try:
+            import submitit
+        except ImportError:
+            raise Refused("slurm needs submitit, which is not here: pip install submitit") from None
+        tasks, submitter = self.nodes * self.tasks_per_node, executor(submitit, folder)
+        submitter.update_parameters(**self._parameters())
+        if self.dry_run:
+            print(f"# sbatch, with this file in {folder}:")
+            print(submitter._make_submission_file_text(submitter._submitit_command_str, ""))
+            print(f"# in each of {tasks} tasks:", shlex.join(command), sep="\n")
+            return 0
+        if missing := [name for name in ("sbatch", "srun") if shutil.which(name) is None]:
+            raise Refused(
+                f"{' and '.join(missing)} cannot be found: submit from a machine of the cluster, "
+                f"or see by --dry-run what would be."
+            )
+        job = submitter.submit(work, [*command], self.requeue, self.gpus_per_task)
+        print(f"job {job.job_id}; what it prints is in {folder}", flush=True)
+        return finish(job, tasks) if self.wait else 0
 
     def _parameters(self) -> dict[str, Any]:
         """The parameters of submitit's executor, by its own names."""
-        told = {"signal_delay_s": self.signal_before}
-        if self.cluster == "local":
-            return told | {"timeout_min": self.time, "tasks_per_node": self.tasks_per_node}
-        told |= dict(job_name=self.name, time=self.time, nodes=self.nodes)
+        told = dict(job_name=self.name, time=self.time, signal_delay_s=self.signal_before)
         # One task that fails ends the others, which would wait for it.
-        told |= dict(ntasks_per_node=self.tasks_per_node, srun_args=["--kill-on-bad-exit=1"])
+        told |= dict(nodes=self.nodes, ntasks_per_node=self.tasks_per_node)
+        told |= dict(srun_args=["--kill-on-bad-exit=1"])
         if self.gpus_per_task:
             # Every task sees all of its node's; JAX is told which of them are its own.
             told["gpus_per_node"] = self.gpus_per_task * self.tasks_per_node
@@ -103,9 +88,8 @@ class Slurm:
 
 
 def executor(submitit: Any, folder: Path) -> Any:
-    """An executor of submitit's for SLURM that asks the queue about jobs, not the accounting.
-
-    Not every cluster keeps accounts, and without them submitit warns each time that it looks.
+    """An executor of submitit's that asks the queue about jobs, not the accounting: not every
+    cluster keeps accounts, and without them submitit warns each time that it looks.
     """
 
     class Watcher(type(submitit.SlurmJob.watcher)):
@@ -131,33 +115,26 @@ def executor(submitit: Any, folder: Path) -> Any:
 
 def finish(job: Any, tasks: int) -> int:
     """Wait for a job of submitit's; return the status for all its tasks."""
-    while not job.done():
-        time.sleep(0.2)
     codes = []
     for index in range(tasks):
-        error = job.task(index).exception()
+        error = job.task(index).exception()  # it waits
         codes.append(job.task(index).result() if error is None else 1)
         if error is not None:
             print(f"[{index}] {error}", file=sys.stderr)
     return overall(codes)
 
 
-def work(command: Sequence[str], address: str | None, requeue: bool, gpus: int) -> int:
-    """Run the command as one task; return its status; SystemExit where the job is queued again.
-
-    With an address, tasks meet there, by submitit's numbers; without, by SLURM's.
-    """
+def work(command: Sequence[str], requeue: bool, gpus: int) -> int:
+    """Run the command as one task; return its status; SystemExit where the job is queued again."""
     import submitit
 
     here = submitit.JobEnvironment()
     rank, again = here.global_rank, int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
     command = local.resuming(command) if again else command
-    if address is not None:
-        command = local.of_process(command, address, here.num_tasks, rank)
     # SLURM sends several signals, and kills by itself.
     own = own_gpus(gpus, os.environ)
     status = local.one_of_many("task", command, rank, patient=True, **own)
-    if status == STOPPED and requeue and address is None:
+    if status == STOPPED and requeue:
         if rank == 0:  # whose process is the last to leave
             subprocess.run(["scontrol", "requeue", here.job_id], check=True)
         raise SystemExit(0)  # no result: the job is not over; and no failure, which ends others
@@ -165,9 +142,8 @@ def work(command: Sequence[str], address: str | None, requeue: bool, gpus: int) 
 
 
 def own_gpus(count: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variable that tells JAX which of a node's GPUs are the task's own, as {name: value}.
-
-    Without it JAX takes one for each task of SLURM's, however many there are.
+    """{name: value} that tells JAX which of a node's GPUs are the task's own; by itself, it takes
+    one for each task.
     """
     if not count:
         return {}

@@ -1,17 +1,17 @@
-"""Supervision of processes: the first failure or a hang ends all, signals are passed on, and what
-became of each is reported: who failed, at which step, doing what, and its last lines.
+"""Processes under supervision: the first failure or hang ends all, and is reported: who, at which
+step, doing what, and its last lines. Signals are passed on.
 """
 
 import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.run import notes, signals
 from shardwise.run.launch.children import Child, ended
-from shardwise.run.notes import STUCK, Hang, Note, Watch
+from shardwise.run.notes import STUCK
 from shardwise.run.signals import STOPPED
 
 _GLANCE = 0.2  # seconds between looks at the processes and at their notes
@@ -39,7 +39,7 @@ class End:
     """The end of processes: the status for all, and what to say of a failure."""
 
     status: int
-    report: list[str] = field(default_factory=list)
+    report: list[str]
 
 
 def report(end: End) -> int:
@@ -51,15 +51,11 @@ def report(end: End) -> int:
 
 
 def overall(codes: Sequence[int]) -> int:
-    """The status of a launcher whose processes ended with these codes, the first failure first.
-
-    0 when all are done, 75 when all are done or stopped, else the first failure's: 128 + signal
-    where a signal killed it.
+    """The status for processes with these codes: 0 when all are done, 75 when all are done or
+    stopped, else the first failure's, 128 + signal where a signal killed it.
     """
-    for code in codes:
-        if code not in WELL:
-            return 128 - code if code < 0 else code
-    return STOPPED if STOPPED in codes else 0
+    first = next((code for code in codes if code not in WELL), max(codes))
+    return 128 - first if first < 0 else first
 
 
 def supervise(
@@ -72,8 +68,8 @@ def supervise(
 ) -> End:
     """Start the commands as processes `first` and so on, show what they print, wait for all.
 
-    `folder` is the run folder, where they note their steps; without it no hang is seen. Where it is
-    `patient`, a second signal kills nobody: what sends it kills by itself.
+    They note their steps in `folder`, the run folder. Where it is `patient`, a second signal kills
+    nobody: what sends it kills by itself.
     """
     run = _Run(folder, limits, patient)
     try:
@@ -91,9 +87,8 @@ class _Run:
     def __init__(self, folder: Path | None, limits: Limits, patient: bool):
         self._folder, self._limits, self._patient = folder, limits, patient
         self.children: list[Child] = []
-        self._notes: dict[int, Note] = {}
         self._failed: list[Child] = []
-        self._hang: Hang | None = None
+        self._hang: tuple | None = None  # as `_hang` finds it
         self._signal = self._again = 0
         self._kill_at: float | None = None
 
@@ -101,11 +96,10 @@ class _Run:
         for child in self.children:
             child.kill()
 
-    def _running(self) -> list[Child]:
-        """The processes whose end has not been seen."""
+    def _running(self):
         return [child for child in self.children if child.code is None]
 
-    def _pass_on(self) -> None:
+    def _pass_on(self):
         """Send the signal that was heard to each process that has had none."""
         for child in self._running():
             if not child.signalled:
@@ -117,22 +111,19 @@ class _Run:
         if not self._signal:
             self._signal = number
             self._pass_on()
-        elif not (self._patient or signals.is_repeated(number)):
+        elif not (self._patient or number == signals.TWICE):
             self._again = number
             self.kill()
 
     def to_the_end(self) -> End:
-        started = {child.index: child.started for child in self.children}
-        self._watch = Watch(started, self._limits.hang_after, self._limits.hang_after_long)
         said = False
         while self._running():
             time.sleep(_GLANCE)
             self._failed += [child for child in ended(self.children) if child.code not in WELL]
-            if self._signal:
+            if self._signal and not said:
+                said = True
                 self._pass_on()  # to those that were not started then
-                if not said:
-                    said = True
-                    _say(f"{_named(self._signal)} is passed on to all")
+                _say(f"{_named(self._signal)} is passed on to all")
             now = time.monotonic()
             if self._kill_at is None:
                 self._look(now)
@@ -144,101 +135,103 @@ class _Run:
 
     def _look(self, now):
         """Read the notes, and judge by them."""
-        pids = {child.index: child.pid for child in self.children}
         try:
             found = notes.read(self._folder) if self._folder else {}
-            # Others are of earlier runs.
-            self._notes = {i: note for i, note in found.items() if note.pid == pids.get(i)}
         except ValueError as error:  # no reason to end what trains
-            self._folder = None
+            self._folder, found = None, {}
             _say(f"{error}; from here on, hangs are not seen")
-        self._watch.see(self._notes, now)
+        for child in self.children:
+            note = found.get(child.index)
+            if note is not None and note.pid == child.pid:  # and not of an earlier run
+                child.seen.see(note, now)
         if self._failed:
             self._hang = self._blamed(self._failed[0], now)
-        elif self._limits.hang_after > 0:
-            self._hang = self._watch.hang(*_stand(self._running(), now))
+        elif self._is_still(now):
+            self._hang = _hang(self._running(), now)
+
+    def _is_still(self, now):
+        """Whether none moves that runs: one that does shows that no other blocks it."""
+        limits = self._limits.hang_after, self._limits.hang_after_long
+        begun = all(each.seen.note is not None and each.seen.note.step for each in self.children)
+        running = self._running() if begun and limits[0] > 0 else []
+        return running and all(child.seen.is_still(now, *limits) for child in running)
 
     def _blamed(self, first, now):
-        """The hang that led to a failure, if another process hung: who waits for it may end first.
-
-        A watchdog of its own ends such a process, or the runtime's heartbeat, which aborts it.
+        """The hang that led to a failure, if another process hung: who waits for it may end first,
+        by its own watchdog, or by the runtime's heartbeat, which aborts it.
         """
-        unwell = [child for child in self.children if child.code not in WELL]
-        found = self._watch.standing(*_stand(unwell, now))
-        stood = first.code == STUCK or found.idle.get(first.index, 0) > STANDSTILL
-        return found if stood and found.odd and first.index not in found.odd else None
+        found = _hang([child for child in self.children if child.code not in WELL], now)
+        idle, odd, _ = found
+        stood = first.code == STUCK or idle.get(first, 0) > STANDSTILL
+        return found if stood and odd and first not in odd else None
 
     def _end_others(self, now):
         """Send SIGTERM to all; SIGKILL follows when their time is over."""
         self._kill_at = now + self._limits.grace
-        told = "they hang; ending all"
-        if self._failed:
-            first = self._failed[0]
-            told = f"process {first.index} {_ended(first.code)}; ending the others"
-        running = self._running()
-        if running and not self._again:
-            _say(told)
-        for child in running:
+        if self._running() and not self._again:
+            told = [f"process {c.index} {_ended(c.code)}; ending the others" for c in self._failed]
+            _say((told or ["they hang; ending all"])[0])
+        for child in self._running():
             child.send(signal.SIGTERM)
 
     def _end(self):
-        every = self.children
-        rest = [child for child in every if child not in self._failed[:1]]
-        status = overall([child.code for child in (*self._failed, *rest)])
-        told = []
+        every, first, told = self.children, self._failed[:1], []
         if self._again:
-            told = [self._place(child, _ended(child.code)) for child in every]
+            told = [_place(child, _ended(child.code)) for child in every]
             told.append(f"a second signal, {_named(self._again)}, killed those that ran")
         elif self._hang is not None:
-            told = self._hanging(every)
-        elif self._failed:
-            first = self._failed[0]
-            told = [f"process {child.index} {_ended(child.code)}" for child in rest]
-            told += [*_last(first), self._place(first, _ended(first.code))]
-        return End(status, told)
+            told = self._hanging(*self._hang)
+        elif first:
+            told = [f"process {c.index} {_ended(c.code)}" for c in every if c not in first]
+            told += [*_last(*first), _place(*first, _ended(first[0].code))]
+        return End(overall([child.code for child in (*self._failed, *every)]), told)
 
-    def _hanging(self, children):
+    def _hanging(self, idle, odd, stopped):
         """The lines that tell of processes that hang; the odd ones come last."""
-        hang, codes = self._hang, {child.index: child.code for child in children}
         lines = [
-            f"process {i}: {note.told()}, for {hang.idle[i]:.0f} s; it {_ended(codes[i])}"
-            for i, note in sorted(hang.notes.items())
+            f"process {c.index}: {c.seen.note.told()}, for {waited:.0f} s; it {_ended(c.code)}"
+            for c, waited in idle.items()
         ]
-        odd = [child for child in children if child.index in hang.odd]
-        lines += [line for child in odd or children for line in _last(child)]
+        lines += [line for child in odd or self.children for line in _last(child)]
         if not odd:
             return [*lines, "No process moves, and all note the same: which one cannot be told."]
-        return [*lines, *(self._place(child, _differs(hang, child.index)) for child in odd)]
-
-    def _place(self, child, what):
-        """The line that tells what became of a process, and where it stood."""
-        note = self._notes.get(child.index)
-        where = "before it noted a step" if note is None else f"at {note.told()}"
-        line = f"; its note says: {note.line}" if note is not None and note.line else ""
-        raised = f"; its last traceback ends: {child.raised}" if child.raised else ""
-        return f"process {child.index} (pid {child.pid}), {where}, {what}{line}{raised}"
+        rest = "; ".join(sorted({child.seen.note.told() for child in idle if child not in odd}))
+        return [*lines, *(_place(child, _differs(child.seen.note, rest, stopped)) for child in odd)]
 
 
-def _differs(hang, index):
+def _place(child, what):
+    """The line that tells what became of a process, and where it stood."""
+    note = child.seen.note
+    where = "before it noted a step" if note is None else f"at {note.told()}"
+    line = f"; its note says: {note.line}" if note is not None and note.line else ""
+    raised = f"; its last traceback ends: {child.raised}" if child.raised else ""
+    return f"process {child.index} (pid {child.pid}), {where}, {what}{line}{raised}"
+
+
+def _differs(note, rest, stopped):
     """What is known of an odd one: that it hangs, or only that it and the others do not meet."""
-    rest = "; ".join(sorted({n.told() for i, n in hang.notes.items() if i not in hang.odd}))
-    if not hang.stopped and index in hang.notes and hang.notes[index].doing not in ALONE:
+    if not stopped and note is not None and note.doing not in ALONE:
         return (
             f"differs from the others ({rest}), and all wait; who made a call more, or one less, "
             f"notes do not tell: compare the calls that each has made, and the stacks"
         )
     beside = f", while the others wait ({rest})" if rest else ""
-    return f"{'is stopped (SIGSTOP, or a debugger)' if hang.stopped else 'hangs'}{beside}"
+    return f"{'is stopped (SIGSTOP, or a debugger)' if stopped else 'hangs'}{beside}"
 
 
 def _say(line):
     print(f"[launch] {line}", file=sys.stderr, flush=True)
 
 
-def _stand(children, now):
-    """What a `Watch` is asked: who, when, and which of them the operating system has stopped."""
-    stopped = [child.index for child in children if child.is_stopped()]
-    return [child.index for child in children], now, stopped
+def _hang(children, now):
+    """({child: seconds that it stands} of those that noted anything, the odd ones of these, whether
+    the operating system has stopped them), of children that hang.
+    """
+    stopped = [child for child in children if child.is_stopped()]
+    noted = {child.index: child for child in children if child.seen.note is not None}
+    odd = notes.odd({index: child.seen.note for index, child in noted.items()})
+    idle = {child: child.seen.idle(now) for child in noted.values()}
+    return idle, stopped or [noted[index] for index in odd], bool(stopped)
 
 
 def _last(child):
