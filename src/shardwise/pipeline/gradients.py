@@ -17,26 +17,30 @@ from shardwise.objective.gradients import nothing_if_empty
 from shardwise.objective.means import cotangents, normal, quotient, widened
 from shardwise.objective.parts import check_params, meaning, merged, reduced, split, ways
 from shardwise.objective.tracing import trace
-from shardwise.pipeline import checks, cut
+from shardwise.pipeline import cut
 from shardwise.pipeline.cut.parts import abstract, inexact
 from shardwise.pipeline.cut.places import mark
 from shardwise.pipeline.program import WHOLE, Program
 from shardwise.pipeline.running import Run
 
+_UNMARKED = (
+    " The loss has no stage boundary, so that all of it is one stage. Write x = "
+    "marks.stage_boundary(x) where a stage ends, on all that it hands to the next, between layers "
+    "and in no loop; k of these marks make k + 1 stages."
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Within:
-    """What the mesh's other axes do within a stage, where collectives are written out.
-
-    By default nothing: what else the mesh has is left to the compiler.
+    """What the mesh's other axes do within a stage, where collectives are written out; by default
+    nothing, and what else the mesh has is the compiler's.
 
     Args:
       division: mesh axes over which rows, and the sequence, are cut, and how a batch is.
       by_hand: all axes that have names within; the others are the compiler's.
       meanings: {mark: meaning}, where the axes have names.
-      shares: `shares(tree, loss, batch, args, options)`, called where the axes have names, of the
-        loss of one device's part, whose parameters are like `tree`: what is done with shares of
-        parameters, with the methods of `Whole`.
+      shares: `shares(tree, loss, batch, args, options)` of the loss of one device's part, whose
+        parameters are like `tree`: what is done with shares of them, by the methods of `Whole`.
     """
 
     division: Division = dataclasses.field(default_factory=Division)
@@ -60,12 +64,11 @@ def value_and_grad(
 ) -> Callable:
     """A function of `(params, batch, *args, key=None)`: the mean over the batch, and its gradient.
 
-    For use inside jit, on plain arrays of true shape, in any number of processes; `axis` is the
-    mesh's axis of stages, and `within` says what the others do. `specs(params)` are the
-    PartitionSpecs by which parameters lie over the axes by hand, `axis` among them; by default each
-    device has all. Row i of a stacked array is layer i under every schedule. Without `backward`,
-    the gradient is None, and only the forward tasks are run. `.program(params, batch, ...)` is the
-    `Program` that it makes for arrays of these shapes.
+    For use inside jit, on plain arrays of true shape; `axis` is the mesh's axis of stages, and
+    `within` says what the others do. `specs(params)` are the PartitionSpecs by which parameters lie
+    over the axes by hand; by default each device has all. Row i of a stacked array is layer i under
+    every schedule. Without `backward`, the gradient is None, and only the forward tasks are run.
+    `.program(params, batch, ...)` is the `Program` that it makes for arrays of these shapes.
 
     Raises, when called:
       ValueError: an axis that the mesh lacks; rows that do not split; no mark where the schedule
@@ -77,44 +80,34 @@ def value_and_grad(
     division = dataclasses.replace(within.division, microbatches=microbatches, who=who)
     within = dataclasses.replace(within, division=division)
     given = loss, mesh, schedule, microbatches, axis, within, has_aux, aux, who, backward
-    specs = specs or (lambda params: [P()] * len(jax.tree.leaves(params)))
 
-    def mapped(function, out_specs, params, batch, args, key):
-        """(`function` of a `_Device` and its arrays, in a shard_map; the device)."""
-        checks.arrays(who, params, batch, args, key)
+    def made(params, batch, args, key):
+        """(value and gradient; the device, which has the program)."""
         check_params(params, mesh, who)
         leaves, structure = jax.tree.flatten(params)
-        lie = list(specs(params))
+        lie = list(specs(params)) if specs else [P()] * len(leaves)
         batch, numbers, laid = division.cut(batch)
         device = _Device(*given, lie, structure)
         run = jax.shard_map(
-            functools.partial(function, device),
+            device,
             mesh=mesh,
             in_specs=(lie, *laid, P(), P()),
-            out_specs=out_specs(lie),
+            out_specs=(P(), (P(), P(division.rows or None)), lie if backward else []),
             axis_names={axis, *within.by_hand},
             check_vma=False,  # around the user's loss; every sum over devices is written out
         )
-        return run(leaves, batch, numbers, args, key), device
-
-    def run(params, batch, *args, key=None):
-        def out_specs(lie):
-            return P(), (P(), P(division.rows or None)), lie if backward else []
-
-        out, device = mapped(_Device.__call__, out_specs, params, batch, args, key)
-        value, parts, grads = out
+        value, parts, grads = run(leaves, batch, numbers, args, key)
         if has_aux:
             value = value, merged(*parts, device.ways, jax.tree.structure(device.extra))
-        return value, jax.tree.unflatten(device.structure, grads) if backward else None
+        return (value, jax.tree.unflatten(structure, grads) if backward else None), device
+
+    def run(params, batch, *args, key=None):
+        return made(params, batch, args, key)[0]
 
     def program(params, batch, *args, key=None):
-        made = []
-
-        def traced(*given):
-            made.append(mapped(_Device.buffered, lambda lie: (), *given)[1])
-
-        jax.eval_shape(traced, params, batch, args, key)
-        return made[0].program
+        found = []
+        jax.eval_shape(lambda *given: found.append(made(*given)), params, batch, args, key)
+        return found[0][1].program
 
     run.program = program
     return run
@@ -163,35 +156,25 @@ class _Device:
         grads = zip(self.program.back(sums, leaves), leaves, strict=True)
         return value, aux, [g.astype(x.dtype) for g, x in grads]
 
-    def buffered(self, leaves: list, batch: Any, numbers: Any, args: tuple, key: Any) -> tuple:
-        """Make the `program` and its buffers, as the call does, and run nothing."""
-        m = self.microbatches
-        self._trace(leaves, (split(batch, m), split(numbers, m)), args, key)
-        _ = self.program.buffers  # its stages are traced here, where the axes have names
-        return ()
-
     def _trace(self, leaves, parts, args, key):
-        """Trace the loss of the first part of the batch."""
+        """Trace the loss of the first part of the batch; all but the parameters are shapes."""
         first = jax.tree.map(lambda x: x[0], parts)
-        with marks.bind(**self.within.meanings):
-            self._cut(leaves, *abstract((*first, args, key)))
-
-    def _cut(self, leaves, batch, rows, args, key):
-        """Trace the loss of one part of the batch, of which all but the parameters are shapes."""
+        batch, rows, args, key = abstract((*first, args, key))
         within, m, shares = self.within, self.microbatches, WHOLE
         held = tuple(_place(spec, self.axis) for spec in self.specs)
-        whole = [self._whole(x, along) for x, along in zip(leaves, held, strict=True)]
-        params = jax.tree.unflatten(self.structure, whole)
-        meanings = {"total": within.division}
+        ranks = self.mesh.shape[self.axis]
+        whole = [_whole(x, along, ranks) for x, along in zip(leaves, held, strict=True)]
+        params, options = jax.tree.unflatten(self.structure, whole), _options(key)
+        meanings = {**within.meanings, "total": within.division}
         if within.shares is not None:
-            options = {} if key is None else {"key": key}
-            shares = within.shares(params, self.loss, batch, args, options)
+            with marks.bind(**within.meanings):
+                shares = within.shares(params, self.loss, batch, args, options)
             params, meanings["use"] = shares.received(params), shares.use
         loss, given = normal(self.loss, self.has_aux), (params, batch, rows, args, key)
 
         def outputs(params, batch, rows, args, key):
             with marks.bind(index=meaning(rows)):
-                return loss(params, batch, *args, **({} if key is None else {"key": key}))
+                return loss(params, batch, *args, **_options(key))
 
         self.traced = None
         with marks.bind(**meanings):
@@ -207,18 +190,34 @@ class _Device:
             stages[-1] = dataclasses.replace(stages[-1], seeds=(0, 1))
         self.ways = ways(self.aux, self.extra)
         self.folded = key is not None and self.traced is not None and not self.traced.by_place
-        schedule = checks.schedule(self, len(stages))
         start = len(jax.tree.leaves((batch, rows)))
         stop = start + len(jax.tree.leaves((args, None if self.folded else key)))
         rest = whole, held, frozenset(range(start, stop)), self.axis, shares, self.backward
-        self.program = Program(stages, schedule, *rest)
+        self.program = Program(stages, self._schedule(len(stages)), *rest)
 
-    def _whole(self, x, along):
-        """The shape of what a device has of `x` if it has all stages' parts, along that axis."""
-        shape = list(x.shape)
-        if along is not None:
-            shape[along] *= self.mesh.shape[self.axis]
-        return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+    def _schedule(self, stages):
+        """The schedule that was asked for, by name or as lists, if it is for so many stages."""
+        given, ranks, m = self.schedule, self.mesh.shape[self.axis], self.microbatches
+        if isinstance(given, str):
+            if given not in schedules.SCHEDULES:
+                known = ", ".join(schedules.SCHEDULES)
+                raise ValueError(f"{self.who}: no schedule {given!r}; there are {known}.")
+            try:
+                return schedules.SCHEDULES[given](stages, ranks, m)
+            except ValueError as error:
+                told = f"{error} (the mesh has {ranks} ranks along {self.axis!r})"
+                unmarked = _UNMARKED if stages == 1 else ""
+                raise ValueError(f"{self.who}: {told}{unmarked}") from error
+        found = schedules.from_tasks(given)
+        schedules.check(found)
+        if (found.stages, found.devices, found.microbatches) != (stages, ranks, m):
+            raise ValueError(
+                f"{self.who}: the schedule is for {found.stages} stages, {found.devices} devices "
+                f"and {found.microbatches} microbatches; the loss has {stages} stages (one more "
+                f"than calls of marks.stage_boundary), the mesh {ranks} ranks along "
+                f"{self.axis!r}, and microbatches is {m}."
+            )
+        return found
 
     def _relocated(self, sharding):
         """The sharding of a constraint of the loss, on the mesh as it is within the stages."""
@@ -268,5 +267,14 @@ class _Device:
 
 def _place(spec, axis):
     """The array's axis that this mesh axis cuts, or None."""
-    places = (i for i, entry in enumerate(spec) if axis in jax.tree.leaves((entry,)))
-    return next(places, None)
+    return next((i for i, entry in enumerate(spec) if axis in meshes.axes_of(entry)), None)
+
+
+def _whole(x, along, ranks):
+    """The shape of all stages' parts of `x`, of which a device has its own along this axis."""
+    shape = [n * ranks if i == along else n for i, n in enumerate(x.shape)]
+    return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+
+
+def _options(key):
+    return {} if key is None else {"key": key}
