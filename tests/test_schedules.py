@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sampling import IN_FULL
 
 from shardwise.schedules import SCHEDULES, Task, check, from_tasks, spread, timeline
-from shardwise.schedules.checking import run_order
+from shardwise.schedules.table import run_order
 
 everywhere = pytest.mark.parametrize("name", list(SCHEDULES))
 quickly = settings(max_examples=50)

@@ -20,7 +20,7 @@ def tiled(
 
     q [b, s, h, d]; k and v [b, s, k, d] of the same, whole sequences (Rabe and Staats, 2021).
     """
-    return Ring(None)(q, k, v, places, mask)
+    return Ring(())(q, k, v, places, mask)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class AllGather:
     def __call__(self, q, k, v, places, mask=marks.causal):
         everywhere = gather_places(self.axis, places, q)
         k, v = gather(self.axis, k), gather(self.axis, v)
-        return attention(Ring(None), mask, q, k, v, jnp.stack(places), jnp.stack(everywhere))
+        return attention(Ring(()), mask, q, k, v, jnp.stack(places), jnp.stack(everywhere))
 
     def bytes_sent(self, n: int, q: Any, k: Any) -> Sent:
         """The `Sent`: n - 1 other devices' K, V and places, and as many parts of dK and dV."""

@@ -1,15 +1,14 @@
 """The published schedules: functions of how many stages, devices and microbatches there are.
 
 Each returns a `Schedule`, or raises a ValueError that says which numbers would do. First those
-whose backward is one task, B; then those in which it is two: I, which others wait for, and W, which
-fills gaps.
+whose backward is one task, B; then those in which it is two, I and W.
 """
 
 import collections
 import contextlib
 import itertools
 import numbers
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from shardwise.schedules.table import Schedule, Task
 
@@ -37,17 +36,15 @@ def eager_1f1b(stages: int, devices: int, microbatches: int) -> Schedule:
 def interleaved_1f1b(stages: int, devices: int, microbatches: int) -> Schedule:
     """1F1B with stages dealt in turn: shorter ones, and a shorter wait (Narayanan et al., 2021).
 
-    Microbatches go in rounds, of `devices` each, or a few more so that they come out even: each
-    stage of a device runs a whole round before the next one does.
+    Each stage of a device runs a whole round of microbatches, `devices` or a few more so that they
+    come out even, before the next one does.
     """
     return _interleaved("interleaved_1f1b", stages, devices, microbatches, extra=0)
 
 
 def kimi_k2(stages: int, devices: int, microbatches: int) -> Schedule:
-    """Interleaved 1F1B with one more warm-up forward (Kimi Team, 2025, Kimi K2).
-
-    In the steady state a forward and a backward that need nothing of each other are neighbours:
-    the communication of one can hide behind the other's work.
+    """Interleaved 1F1B with one more warm-up forward (Kimi Team, 2025, Kimi K2): then neighbours
+    need nothing of each other, and the communication of one can hide behind the other's work.
     """
     return _interleaved("kimi_k2", stages, devices, microbatches, extra=1)
 
@@ -222,7 +219,7 @@ def _table(steps: Sequence[list[str]], microbatches: int, device_of: Sequence[in
     return Schedule(tuple(tasks), len(device_of), microbatches, tuple(device_of))
 
 
-def _numbered(steps: Sequence[str], stages: Sequence[int]) -> Iterator[Task]:
+def _numbered(steps, stages):
     counts = collections.defaultdict(itertools.count)
     waiting = collections.deque()
     for step in steps:
