@@ -30,25 +30,6 @@ _UNMARKED = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Within:
-    """What the mesh's other axes do within a stage, where collectives are written out; by default
-    nothing, and what else the mesh has is the compiler's.
-
-    Args:
-      division: mesh axes over which rows, and the sequence, are cut, and how a batch is.
-      by_hand: all axes that have names within; the others are the compiler's.
-      meanings: {mark: meaning}, where the axes have names.
-      shares: `shares(tree, loss, batch, args, options)` of the loss of one device's part, whose
-        parameters are like `tree`: what is done with shares of them, by the methods of `Whole`.
-    """
-
-    division: Division = dataclasses.field(default_factory=Division)
-    by_hand: tuple[str, ...] = ()
-    meanings: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
-    shares: Callable | None = None
-
-
 def value_and_grad(
     loss: Callable,
     mesh: Mesh,
@@ -56,7 +37,10 @@ def value_and_grad(
     microbatches: int,
     axis: str = "stage",
     specs: Callable[[Any], Sequence[P]] | None = None,
-    within: Within = Within(),
+    division: Division | None = None,
+    by_hand: Sequence[str] = (),
+    meanings: Mapping[str, Callable] | None = None,
+    shares: Callable | None = None,
     has_aux: bool = False,
     aux: Any = "sum",
     who: str = "pipeline.value_and_grad",
@@ -64,11 +48,19 @@ def value_and_grad(
 ) -> Callable:
     """A function of `(params, batch, *args, key=None)`: the mean over the batch, and its gradient.
 
-    For use inside jit, on plain arrays of true shape; `axis` is the mesh's axis of stages, and
-    `within` says what the others do. `specs(params)` are the PartitionSpecs by which parameters lie
-    over the axes by hand; by default each device has all. Row i of a stacked array is layer i under
-    every schedule. Without `backward`, the gradient is None, and only the forward tasks are run.
-    `.program(params, batch, ...)` is the `Program` that it makes for arrays of these shapes.
+    For use inside jit, on plain arrays of true shape; `axis` is the mesh's axis of stages. Row i of
+    a stacked array is layer i under every schedule. Without `backward`, the gradient is None, and
+    only the forward tasks are run. `.program(params, batch, ...)` is the `Program` that it makes
+    for arrays of these shapes.
+
+    Args:
+      specs: `specs(params)` are the PartitionSpecs by which parameters lie over the axes by hand;
+        by default each device has all.
+      division: mesh axes over which rows, and the sequence, are cut by hand, and how a batch is.
+      by_hand: all axes that have names within a stage, besides; the others are the compiler's.
+      meanings: {mark: meaning}, where the axes have names.
+      shares: `shares(tree, loss, batch, args, options)` of the loss of one device's part, whose
+        parameters are like `tree`: what is done with shares of them, by the methods of `Whole`.
 
     Raises, when called:
       ValueError: an axis that the mesh lacks; rows that do not split; no mark where the schedule
@@ -77,9 +69,8 @@ def value_and_grad(
       TypeError: arguments that are no arrays, or parameters that have no gradient.
     """
     meshes.check_axes(who, mesh, (axis,))
-    division = dataclasses.replace(within.division, microbatches=microbatches, who=who)
-    within = dataclasses.replace(within, division=division)
-    given = loss, mesh, schedule, microbatches, axis, within, has_aux, aux, who, backward
+    division = dataclasses.replace(division or Division(), microbatches=microbatches, who=who)
+    given = loss, mesh, schedule, axis, division, meanings or {}, shares, has_aux, aux, backward
 
     def made(params, batch, args, key):
         """(value and gradient; the device, which has the program)."""
@@ -93,7 +84,7 @@ def value_and_grad(
             mesh=mesh,
             in_specs=(lie, *laid, P(), P()),
             out_specs=(P(), (P(), P(division.rows or None)), lie if backward else []),
-            axis_names={axis, *within.by_hand},
+            axis_names={axis, *by_hand},
             check_vma=False,  # around the user's loss; every sum over devices is written out
         )
         value, parts, grads = run(leaves, batch, numbers, args, key)
@@ -126,22 +117,22 @@ class _Device:
     loss: Callable
     mesh: Mesh
     schedule: str | schedules.Schedule | Sequence
-    microbatches: int
     axis: str
-    within: Within
+    division: Division
+    meanings: Mapping[str, Callable]
+    shares: Callable | None
     has_aux: bool
     aux: Any
-    who: str
     backward: bool
     specs: list[P]
     structure: Any
 
     def __call__(self, leaves, batch, numbers, args, key):
-        m = self.microbatches
+        m = self.division.microbatches
         parts = split(batch, m), split(numbers, m)
         self._trace(leaves, parts, args, key)
         if self.folded:
-            key = self.within.division.fold(key)
+            key = self.division.fold(key)
             key = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(m))
         seeds = functools.partial(self._seeds, self._count(leaves, parts, args, key))
         data = jax.tree.leaves((*parts, args, key))
@@ -160,15 +151,15 @@ class _Device:
         """Trace the loss of the first part of the batch; all but the parameters are shapes."""
         first = jax.tree.map(lambda x: x[0], parts)
         batch, rows, args, key = abstract((*first, args, key))
-        within, m, shares = self.within, self.microbatches, WHOLE
+        division, m, shares = self.division, self.division.microbatches, WHOLE
         held = tuple(_place(spec, self.axis) for spec in self.specs)
         ranks = self.mesh.shape[self.axis]
         whole = [_whole(x, along, ranks) for x, along in zip(leaves, held, strict=True)]
         params, options = jax.tree.unflatten(self.structure, whole), _options(key)
-        meanings = {**within.meanings, "total": within.division}
-        if within.shares is not None:
-            with marks.bind(**within.meanings):
-                shares = within.shares(params, self.loss, batch, args, options)
+        meanings = {**self.meanings, "total": division}
+        if self.shares is not None:
+            with marks.bind(**self.meanings):
+                shares = self.shares(params, self.loss, batch, args, options)
             params, meanings["use"] = shares.received(params), shares.use
         loss, given = normal(self.loss, self.has_aux), (params, batch, rows, args, key)
 
@@ -178,11 +169,11 @@ class _Device:
 
         self.traced = None
         with marks.bind(**meanings):
-            if m > 1 or within.division.axes:
+            if m > 1 or division.axes:
                 with marks.bind(stage_boundary=mark):
                     outputs = self.traced = trace(self.loss, *given, self.has_aux)
                 if m > 1:
-                    self.traced.check_count(params, self.who)
+                    self.traced.check_count(params, division.who)
             stages, shapes = cut.stages(outputs, *given, relocate=self._relocated)
         self.mean, self.extra = shapes
         count = self.mean.count
@@ -197,25 +188,26 @@ class _Device:
 
     def _schedule(self, stages):
         """The schedule that was asked for, by name or as lists, if it is for so many stages."""
-        given, ranks, m = self.schedule, self.mesh.shape[self.axis], self.microbatches
+        given, ranks = self.schedule, self.mesh.shape[self.axis]
+        m, who = self.division.microbatches, self.division.who
         if isinstance(given, str):
             if given not in schedules.SCHEDULES:
                 known = ", ".join(schedules.SCHEDULES)
-                raise ValueError(f"{self.who}: no schedule {given!r}; there are {known}.")
+                raise ValueError(f"{who}: no schedule {given!r}; there are {known}.")
             try:
                 return schedules.SCHEDULES[given](stages, ranks, m)
             except ValueError as error:
                 told = f"{error} (the mesh has {ranks} ranks along {self.axis!r})"
                 unmarked = _UNMARKED if stages == 1 else ""
-                raise ValueError(f"{self.who}: {told}{unmarked}") from error
+                raise ValueError(f"{who}: {told}{unmarked}") from error
         found = schedules.from_tasks(given)
         schedules.check(found)
         if (found.stages, found.devices, found.microbatches) != (stages, ranks, m):
             raise ValueError(
-                f"{self.who}: the schedule is for {found.stages} stages, {found.devices} devices "
-                f"and {found.microbatches} microbatches; the loss has {stages} stages (one more "
-                f"than calls of marks.stage_boundary), the mesh {ranks} ranks along "
-                f"{self.axis!r}, and microbatches is {m}."
+                f"{who}: the schedule is for {found.stages} stages, {found.devices} devices and "
+                f"{found.microbatches} microbatches; the loss has {stages} stages (one more than "
+                f"calls of marks.stage_boundary), the mesh {ranks} ranks along {self.axis!r}, and "
+                f"microbatches is {m}."
             )
         return found
 
@@ -226,14 +218,14 @@ class _Device:
         names = {name for name in jax.tree.leaves(tuple(spec or ())) if isinstance(name, str)}
         if spec is None or not names <= {*known}:
             raise ValueError(
-                f"{self.who}: the loss constrains an array to {sharding}; within a stage there are "
-                f"the axes {known}. Constrain to a PartitionSpec of these."
+                f"{self.division.who}: the loss constrains an array to {sharding}; within a stage "
+                f"there are the axes {known}. Constrain to a PartitionSpec of these."
             )
         return NamedSharding(meshes.within(self.mesh), sharding.spec)
 
     def _count(self, leaves, parts, args, key):
         """The count of the whole batch, which the first of several backward passes needs."""
-        if self.microbatches == 1 or not self.backward:
+        if self.division.microbatches == 1 or not self.backward:
             return None
         params = jax.tree.unflatten(self.structure, leaves)  # on which it does not depend
 
@@ -242,26 +234,27 @@ class _Device:
             return self.traced.count(params, batch, rows, args, own if self.folded else key)
 
         counts = jax.lax.map(one, (*parts, key if self.folded else None))
-        return self.within.division.together(jnp.sum(widened(counts)))
+        return self.division.together(jnp.sum(widened(counts)))
 
     def _seeds(self, count, outputs):
         """The cotangents of a microbatch's total, and of its count where it is differentiated."""
         total = widened(outputs[0])
         if count is None:
             count = jnp.float32(1) if self.mean.count is None else widened(outputs[1])
-            total, count = self.within.division.together((total, count))
+            total, count = self.division.together((total, count))
         return cotangents(objective.Mean(total, count))
 
     def _value(self, outputs):
         """(the mean, the two sums of it, the auxiliary outputs in two groups)."""
         structure = jax.tree.structure((self.mean, self.extra))
         (total, count), extra = jax.tree.unflatten(structure, outputs)
-        count = jnp.float32(self.microbatches) if count is None else jnp.sum(widened(count))
-        whole = objective.Mean(*self.within.division.together((jnp.sum(widened(total)), count)))
+        parts = self.division.microbatches
+        count = jnp.float32(parts) if count is None else jnp.sum(widened(count))
+        whole = objective.Mean(*self.division.together((jnp.sum(widened(total)), count)))
         dtype = jnp.result_type(*(x.dtype for x in jax.tree.leaves(self.mean)))
         pairs = zip(jax.tree.leaves(extra), self.ways, strict=True)
         extra = [reduced(x, way) for x, way in pairs]
-        groups = self.within.division.over_devices(extra, self.ways)
+        groups = self.division.over_devices(extra, self.ways)
         return quotient(whole).astype(dtype), whole, groups
 
 
