@@ -185,7 +185,7 @@ def test_zero_bubble_waits_as_qi_et_al_say(p, more, forward, to_input, to_weight
     to_weights = min(to_weights, forward)  # as where the formulas hold
     costs = {"F": forward, "B": to_input + to_weights, "I": to_input, "W": to_weights}
     m = 2 * p - 1 + more
-    gaps = {name: max(timeline(spread(name, p, m, 1), costs).gaps) for name in ("zb_h1", "zb_h2")}
+    gaps = {name: max(timeline(spread(name, p, m), costs).gaps) for name in ("zb_h1", "zb_h2")}
     gaps["1f1b"] = max(timeline(SCHEDULES["1f1b"](p, p, m), costs).gaps)
     assert gaps == {
         "1f1b": (p - 1) * (forward + to_input + to_weights),

@@ -32,11 +32,7 @@ def zigzag(size: int, n: int) -> np.ndarray:
 
 
 def work(
-    order: Callable,
-    n: int,
-    size: int,
-    mask: Callable = marks.causal,
-    documents: Any = None,
+    order: Callable, n: int, size: int, mask: Callable = marks.causal, documents: Any = None
 ) -> np.ndarray:
     """Scores that the mask lets through, int [n, n]: of device r in step t of the ring.
 
