@@ -618,17 +618,17 @@ def test_a_schedule_with_tasks_in_the_wrong_place():
             check(dataclasses.replace(good, **change))
 
 
-def test_a_deadlock_names_the_first_task_that_never_runs_and_the_ring():
+def test_a_deadlock_names_the_ring_of_tasks_that_wait_for_each_other():
     first, second = map(list, SCHEDULES["1f1b"](2, 2, 2).tasks)
     first[1], first[2] = first[2], first[1]  # B0 before F1: right
     second[0], second[2] = second[2], second[0]  # F1 first, and B0 waits behind it
     with pytest.raises(ValueError) as told:
         check([first, second])
     assert str(told.value) == (
-        "Deadlock: F(stage 1, microbatch 1) waits for F(stage 0, microbatch 1), which device 0 "
-        "runs after B(stage 0, microbatch 0);\n"
-        "  B(stage 0, microbatch 0) waits for B(stage 1, microbatch 0), which device 1 runs after "
-        "F(stage 1, microbatch 1).\nMove a task that is waited for further ahead."
+        "Deadlock: B(stage 0, microbatch 0) waits for B(stage 1, microbatch 0), which device 1 "
+        "runs after F(stage 1, microbatch 1);\n"
+        "  F(stage 1, microbatch 1) waits for F(stage 0, microbatch 1), which device 0 runs after "
+        "B(stage 0, microbatch 0).\nMove a task that is waited for further ahead."
     )
     both = [[Task(0, "B", 0), Task(0, "F", 0)], [Task(1, "F", 0), Task(1, "B", 0)]]
     with pytest.raises(

@@ -1,5 +1,6 @@
 """Tasks, the table of which device runs them in which order, and the check that it can run."""
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -30,7 +31,6 @@ class Schedule:
     """A table: `tasks[device]` is the order in which that device runs its tasks.
 
     `device_of[stage]` is the device on which a stage lives: its weights, its gradients, its tasks.
-    Two tasks that run as one are two neighbours.
     """
 
     tasks: tuple[tuple[Task, ...], ...]
@@ -47,21 +47,13 @@ class Schedule:
     def _present(self) -> frozenset[Task]:
         return frozenset(task for order in self.tasks for task in order)
 
-    def backward(self, stage: int, microbatch: int) -> Task:
-        """The task that yields the cotangent of the stage's input: I if split, else B."""
-        split = Task(stage, "I", microbatch)
-        return split if split in self._present else Task(stage, "B", microbatch)
-
     def dependencies(self, task: Task) -> tuple[Task, ...]:
         """The tasks whose results `task` needs, on whatever device they run."""
         stage, kind, microbatch = task
-        if kind == "W":
-            return (Task(stage, "I", microbatch),)
-        if kind == "F":
-            return (Task(stage - 1, "F", microbatch),) if stage else ()
-        forward = Task(stage, "F", microbatch)
-        last = stage == self.stages - 1
-        return (forward,) if last else (forward, self.backward(stage + 1, microbatch))
+        backward = [(stage, "F"), (stage + 1, "B"), (stage + 1, "I")]
+        needs = {"F": [(stage - 1, "F")], "W": [(stage, "I")]}.get(kind, backward)
+        tasks = (Task(*need, microbatch) for need in needs)
+        return tuple(task for task in tasks if task in self._present)
 
 
 Lists = Sequence[Sequence[tuple[int, str, int]]]  # of tasks, one list for each device
@@ -122,8 +114,7 @@ def check(schedule: Schedule | Lists) -> None:
 
     Raises:
       ValueError: a task that is missing, doubled, split in half or on a device that does not hold
-        its stage; or an order that comes to a stop, with the first task that can never run and
-        the ring of tasks that wait for each other.
+        its stage; or an order that comes to a stop, with the tasks that wait for each other.
     """
     found = from_tasks(getattr(schedule, "tasks", schedule))
     for name, form in ("stages", int), ("microbatches", int), ("device_of", tuple):
@@ -138,19 +129,17 @@ def run_order(schedule: Schedule) -> list[Task]:
     """All tasks, once each, in one order in which each comes after its device's earlier ones and
     all that it needs; a ValueError if that comes to a stop.
     """
-    done, position, before = {}, [0] * schedule.devices, -1
-    while len(done) > before:
-        before = len(done)
-        for device, order in enumerate(schedule.tasks):
-            for task in order[position[device] :]:
-                if not done.keys() >= {*schedule.dependencies(task)}:
-                    break
-                done[task] = None
-                position[device] += 1
-    blocked = [d for d, order in enumerate(schedule.tasks) if position[d] < len(order)]
-    if blocked:
-        first = min(blocked, key=position.__getitem__)
-        raise ValueError(_deadlock(schedule, done, position, first))
+    done, left = {}, [collections.deque(order) for order in schedule.tasks]
+
+    def ready(queue):
+        return queue and done.keys() >= {*schedule.dependencies(queue[0])}
+
+    while any(map(ready, left)):
+        for queue in left:
+            while ready(queue):
+                done[queue.popleft()] = None
+    if fronts := {device: queue[0] for device, queue in enumerate(left) if queue}:
+        raise ValueError(_deadlock(schedule, done, fronts))
     return list(done)
 
 
@@ -174,19 +163,17 @@ def _check_each_once(schedule):
             )
 
 
-def _deadlock(schedule, done, position, device):
-    """The message of a deadlock: who waits for whom, from a blocked device on.
+def _deadlock(schedule, done, fronts):
+    """The message of a deadlock: who waits for whom, of the tasks that devices cannot begin.
 
-    What it waits for stands behind another blocked task: following them leads round a ring.
+    What one waits for stands behind another one: following them leads round a ring.
     """
-    told, visited = [], set()
-    while device not in visited:
-        visited.add(device)
-        task = schedule.tasks[device][position[device]]
-        missing = next(need for need in schedule.dependencies(task) if need not in done)
-        at = schedule.device_of[missing.stage]
-        front = schedule.tasks[at][position[at]]
-        behind = "" if front == missing else f", which device {at} runs after {front}"
-        told.append(f"{task} waits for {missing}{behind}")
-        device = at
-    return "Deadlock: " + ";\n  ".join(told) + ".\nMove a task that is waited for further ahead."
+    device, told = next(iter(fronts)), {}
+    while device not in told:
+        need = next(need for need in schedule.dependencies(fronts[device]) if need not in done)
+        at = schedule.device_of[need.stage]
+        behind = "" if fronts[at] == need else f", which device {at} runs after {fronts[at]}"
+        told[device], device = f"{fronts[device]} waits for {need}{behind}", at
+    ring = itertools.dropwhile(lambda each: each != device, told)
+    told = ";\n  ".join(told[each] for each in ring)
+    return f"Deadlock: {told}.\nMove a task that is waited for further ahead."
