@@ -66,14 +66,14 @@ def by_expert(chosen, experts: int):
     return jnp.argsort(flat, stable=True), sizes
 
 
-def in_place(found, order, shape: tuple[int, ...]):
-    """Rows that stand in this order of choices, as [b, s, k, e]; 0 for choices that it lacks."""
-    out = jnp.zeros((math.prod(shape), found.shape[-1]), found.dtype).at[order].set(found)
-    return out.reshape(*shape, -1)
+def in_order(found, order, weights):
+    """The weighted sum [b, s, e] of rows in this order of choices; 0 for those that it lacks."""
+    out = jnp.zeros((weights.size, found.shape[-1]), found.dtype).at[order].set(found)
+    return weighted(out.reshape(*weights.shape, -1), weights)
 
 
-def grouped(x, chosen, apply: Callable, n: int):
-    """The n experts' outputs for each choice, [b, s, k, e], without buffers and without drops.
+def grouped(x, chosen, weights, apply: Callable, n: int):
+    """The weighted sum [b, s, e] of n experts' outputs, without buffers and without drops.
 
     Rows stand in groups, one for each expert; a choice of none of them yields 0.
     """
@@ -82,8 +82,7 @@ def grouped(x, chosen, apply: Callable, n: int):
     order = order[: b * s * min(k, n)]  # who is of no group comes last
     real = (jnp.arange(order.size) < jnp.sum(sizes))[:, None]
     rows = jnp.where(real, x.reshape(b * s, -1)[order // k], 0)
-    found = jnp.where(real, apply(rows, sizes), 0)
-    return in_place(found, order, chosen.shape)
+    return in_order(jnp.where(real, apply(rows, sizes), 0), order, weights)
 
 
 def check(x, chosen, weights, stacked, experts: int, devices: int, axis: str | None) -> None:

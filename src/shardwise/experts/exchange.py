@@ -24,7 +24,7 @@ class Exchange:
 
     def __call__(self, x, chosen, weights, apply, stacked, experts, capacity=None, index=None):
         """(y, kept) of `marks.experts`; raises ValueError for experts that do not fit the axis."""
-        n = 1 if self.axis is None else jax.lax.axis_size(self.axis)
+        n = jax.lax.axis_size(self.axis or ())
         dispatch.check(x, chosen, weights, stacked, experts, n, self.axis)
         apply, slot, size = functools.partial(apply, stacked), None, None
         kept = jnp.ones(chosen.shape, bool)
@@ -39,8 +39,7 @@ class Exchange:
     def _slots(self, chosen, experts, capacity, index):
         """(slot of each choice in this device's buffers, their size, whether it is kept)."""
         b, s, k = chosen.shape
-        parts = 1 if self.sequence is None else jax.lax.axis_size(self.sequence)
-        allowed = dispatch.slots(capacity, s * parts, k, experts)
+        allowed = dispatch.slots(capacity, s * jax.lax.axis_size(self.sequence or ()), k, experts)
         if self.sequence is None:
             place = dispatch.queued(chosen, experts, index)
             return place, allowed, place < allowed
@@ -71,7 +70,7 @@ class Exchange:
         arrived = send(False, x.reshape(b * s, -1)[order // k], counts)
         groups = jnp.sum(counts, axis=0).reshape(n, held)[me]
         found = send(True, apply(arrived, groups), counts)  # and home
-        return dispatch.weighted(dispatch.in_place(found, order, chosen.shape), weights)
+        return dispatch.in_order(found, order, weights)
 
     def _gathered(self, x, chosen, weights, apply, held, slot, size):
         """The experts' outputs by gathering all tokens of the axis, and scattering the sums."""
@@ -81,7 +80,7 @@ class Exchange:
             chosen = chosen - jax.lax.axis_index(self.axis) * held
             chosen = jnp.where((chosen >= 0) & (chosen < held), chosen, -1)
         if size is None:
-            y = dispatch.weighted(dispatch.grouped(x, chosen, apply, held), weights)
+            y = dispatch.grouped(x, chosen, weights, apply, held)
         else:
             buffers = dispatch.packed(x, chosen, slot, held, size)
             y = dispatch.combined(apply(buffers), chosen, slot, weights)
