@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from decoders import LENGTH, ROWS
 
-from shardwise import context, experts
+from shardwise import experts
 from shardwise import tree as trees
 from shardwise.layouts import Layout
 from shardwise.layouts.meanings import attention
@@ -59,7 +59,7 @@ def _attention(sent, layout, config):
         jax.ShapeDtypeStruct((rows, LENGTH, heads // t, config.head_dim), jnp.float32)
         for heads in (config.heads, config.kv_heads)
     )
-    form = context.bytes_sent(attention(layout), layout.size("context"), q, k)
+    form = attention(layout).bytes_sent(layout.size("context"), q, k)
     sent[layout.context] += config.layers * (2 * form.forward + form.backward)
 
 

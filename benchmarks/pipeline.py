@@ -102,7 +102,8 @@ class Dispatcher:
             return self.summed(s, program(*given, self.kept.pop((s, j)), self.pending.pop((s, j))))
         cotangents = [1 / self.count]
         if not stage.last:
-            cotangents = self.send(s, self.done[self.schedule.backward(s + 1, j)].result())
+            _, after = self.schedule.dependencies(Task(s, kind, j))
+            cotangents = self.send(s, self.done[after].result())
         if kind == "I":
             back, self.pending[s, j] = program(*given, self.kept[s, j], cotangents)
             return back

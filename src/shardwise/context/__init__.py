@@ -19,7 +19,6 @@ Which tokens a device has is an order of the whole sequence: `contiguous`, `stri
 """
 
 from shardwise.context.forms import Within as within
-from shardwise.context.forms import bytes_sent
 from shardwise.context.gathering import AllGather as all_gather
 from shardwise.context.gathering import Ulysses as ulysses
 from shardwise.context.gathering import tiled
@@ -38,6 +37,6 @@ FORMS = {
 }
 
 __all__ = [
-    "FORMS", "all_gather", "bytes_sent", "contiguous", "cudnn", "ring", "splash", "striped",
+    "FORMS", "all_gather", "contiguous", "cudnn", "ring", "splash", "striped",
     "tiled", "ulysses", "within", "work", "zigzag",
 ]  # fmt: skip

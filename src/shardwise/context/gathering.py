@@ -13,13 +13,6 @@ from shardwise.context.forms import Axis, Sent, sizes
 from shardwise.context.rotating import Ring, attention
 
 
-def in_tiles(
-    q: jax.Array, k: jax.Array, v: jax.Array, query: marks.Places, key: marks.Places, mask: Callable
-) -> jax.Array:
-    """Attention of q to k and v on this device alone, in tiles."""
-    return attention(Ring(None), mask, q, k, v, jnp.stack(query), jnp.stack(key))
-
-
 def tiled(
     q: jax.Array, k: jax.Array, v: jax.Array, places: marks.Places, mask: Callable = marks.causal
 ) -> jax.Array:
@@ -27,7 +20,7 @@ def tiled(
 
     q [b, s, h, d]; k and v [b, s, k, d] of the same, whole sequences (Rabe and Staats, 2021).
     """
-    return in_tiles(q, k, v, places, places, mask)
+    return Ring(())(q, k, v, places, mask)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,16 +29,14 @@ class AllGather:
 
     A meaning for `marks.attend` inside a shard_map that is manual over `axis`. The gathered K and
     V are kept for the backward pass, in which dK and dV are reduce-scattered, in float32.
-    `local(q, k, v, query, key, mask)` computes attention on the device; query and key are Places.
     """
 
     axis: Axis
-    local: Callable = in_tiles
 
     def __call__(self, q, k, v, places, mask=marks.causal):
         everywhere = gather_places(self.axis, places, q)
         k, v = gather(self.axis, k), gather(self.axis, v)
-        return self.local(q, k, v, places, everywhere, mask)
+        return attention(Ring(()), mask, q, k, v, jnp.stack(places), jnp.stack(everywhere))
 
     def bytes_sent(self, n: int, q: Any, k: Any) -> Sent:
         """The `Sent`: n - 1 other devices' K, V and places, and as many parts of dK and dV."""
@@ -78,8 +69,8 @@ def gather_places(axis: Axis, places: marks.Places, q: jax.Array) -> marks.Place
 class Ulysses:
     """Attention to the whole sequence by an n-th of the heads, with all-to-alls before and after.
 
-    Bound as `AllGather`, and with such a `local`. n has to divide the kv heads, each of which is
-    first copied `copies` times.
+    Bound as `AllGather`; `local`, another meaning of `marks.attend`, is what a device computes. n
+    has to divide the kv heads, each of which is first copied `copies` times.
 
     Raises:
       ValueError: at the call, n does not divide the heads or the copied kv heads.
@@ -87,7 +78,7 @@ class Ulysses:
 
     axis: Axis
     copies: int = 1
-    local: Callable = in_tiles
+    local: Callable = tiled
 
     def __call__(self, q, k, v, places, mask=marks.causal):
         self._check(jax.lax.axis_size(self.axis), q.shape[2], k.shape[2])
@@ -95,7 +86,7 @@ class Ulysses:
             k, v = (jnp.repeat(x, self.copies, axis=2) for x in (k, v))
         everywhere = gather_places(self.axis, places, q)
         q, k, v = (jax.lax.all_to_all(x, self.axis, 2, 1, tiled=True) for x in (q, k, v))
-        out = self.local(q, k, v, everywhere, everywhere, mask)
+        out = self.local(q, k, v, everywhere, mask)
         return jax.lax.all_to_all(out, self.axis, 1, 2, tiled=True)
 
     def bytes_sent(self, n: int, q: Any, k: Any) -> Sent:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from shardwise import marks
-from shardwise.context.forms import check_divides
 
 
 def contiguous(size: int, n: int) -> np.ndarray:
@@ -33,20 +32,14 @@ def zigzag(size: int, n: int) -> np.ndarray:
 
 
 def work(
-    order: Callable,
-    n: int,
-    size: int,
-    mask: Callable = marks.causal,
-    documents: Any = None,
-    tile: int = 1,
+    order: Callable, n: int, size: int, mask: Callable = marks.causal, documents: Any = None
 ) -> np.ndarray:
     """Scores that the mask lets through, int [n, n]: of device r in step t of the ring.
 
     In step t device r has the keys that began on device r - t. The devices wait for each other at
     every hop, so the ring takes as long as `work(...).max(axis=0).sum()`, and at best
     `work(...).sum() / n`. `order` is a function of (size, n) such as `zigzag`, `documents`
-    int [size] of a packed sequence, by default one document. Of a `tile` of so many queries and
-    keys all scores count where the mask lets any through.
+    int [size] of a packed sequence, by default one document.
     """
     index, places = order(size, n), np.arange(size)
     documents = np.zeros(size, int) if documents is None else np.asarray(documents)
@@ -56,13 +49,16 @@ def work(
     # By NumPy, so that it can be asked before devices are simulated, and in a trace.
     query, key = (marks.Places(*(np.expand_dims(x, (0, axis)) for x in own)) for axis in (2, 1))
     seen = np.broadcast_to(np.asarray(mask(query, key)), (1, size, size))[0]
-    in_tiles = seen.reshape(size // tile, tile, size // tile, tile).any(axis=(1, 3)) * tile**2
-    count = size // tile // n
-    between = in_tiles.reshape(n, count, n, count).sum(axis=(1, 3))
+    between = seen.reshape(n, size // n, n, size // n).sum(axis=(1, 3))
     return np.stack([[between[r, (r - t) % n] for t in range(n)] for r in range(n)])
 
 
 def _chunks(name, size, n):
     """The places of a sequence, int32 [n, size / n]."""
-    check_divides(name, "tokens of a sequence", size, n, f"{n} equal chunks")
+    if n < 1 or size < 1 or size % n:
+        below = size // max(n, 1) * n
+        raise ValueError(
+            f"context.{name}: {size} tokens of a sequence do not divide among {n} equal chunks; "
+            f"expected a multiple of {n}, such as {f'{below} or {below + n}' if below else n}."
+        )
     return np.arange(size, dtype=np.int32).reshape(n, -1)

@@ -19,13 +19,12 @@ class Ring:
     A meaning for `marks.attend` inside a shard_map (`check_vma=False`) that is manual over `axis`.
     Keys travel with their places, so any order of the sequence and any mask is right. Backward, K
     and V go around once more, and their gradients with them, summed in float32: only the device's
-    own arrays are kept for it. `block` is the largest tile of scores (see `tiles.tiled`). `apart`
-    says that the mesh's other devices may run something else meanwhile, as other stages do: a hop
-    is an all-to-all then, for which n - 1 times as much is sent. (A permute waits for all devices
-    of the mesh on CPU, whichever pairs it names.)
+    own arrays are kept for it. `block` is the largest tile of scores. `apart` says that the mesh's
+    other devices may run something else meanwhile, as other stages do: a hop is an all-to-all then,
+    for which n - 1 times as much is sent. (A permute waits for all of the mesh's devices on CPU.)
     """
 
-    axis: Axis | None  # None: one device alone
+    axis: Axis  # (): one device alone
     block: int = 128
     apart: bool = False
 
@@ -103,19 +102,15 @@ def _grouped(x, k, block):
     return tiles.tiled(x.reshape(b, s, k.shape[2], h // k.shape[2], d), block)
 
 
-def _size(ring):
-    return 1 if ring.axis is None else jax.lax.axis_size(ring.axis)
-
-
 def _around(ring, step, carry):
     """The carry after all steps but the last, after which no keys have to be sent on."""
-    n = _size(ring)
+    n = jax.lax.axis_size(ring.axis)
     return carry if n == 1 else jax.lax.scan(step, carry, length=n - 1)[0]
 
 
 def _hop(ring, arrays):
     """The arrays of the device before this one."""
-    n = _size(ring)
+    n = jax.lax.axis_size(ring.axis)
     if n == 1:
         return arrays
     if not ring.apart:

@@ -20,15 +20,11 @@ product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 class Sums(NamedTuple):
-    """The sums that the softmax of a query needs of the keys seen so far, in float32.
+    """The sums that the softmax of a query needs of the keys seen so far, in float32."""
 
-    top: the largest score [b, k, g, s]; total: the sum of exp(score - top), of the same shape;
-    weighted: the sum of exp(score - top) × value [b, k, g, s, d].
-    """
-
-    top: jax.Array
-    total: jax.Array
-    weighted: jax.Array
+    top: jax.Array  # the largest score [b, k, g, s]
+    total: jax.Array  # the sum of exp(score - top) [b, k, g, s]
+    weighted: jax.Array  # the sum of exp(score - top) × value [b, k, g, s, d]
 
 
 def tiled(x: jax.Array, block: int, axis: int = 1) -> jax.Array:

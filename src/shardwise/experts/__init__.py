@@ -1,8 +1,8 @@
 """Mixtures of experts: the layer, its dispatch on one device, and where a mesh axis cuts experts.
 
-`Experts` is the layer; `marks.experts` says what a dispatch takes and gives, everywhere, and
-`on_one_device` does it where nothing is bound. Inside a manual region (`jax.shard_map`) in which a
-device has its rows of the batch, and the weights of experts/n experts:
+`marks.experts` says what a dispatch takes and gives, and `on_one_device` does it where nothing is
+bound. Inside a `jax.shard_map` in which a device has its rows of the batch, and the weights of
+experts/n experts:
 
     with marks.bind(experts=experts.all_to_all("expert")):
         y, kept = layer(x, weights)
@@ -13,10 +13,9 @@ et al., 2023, MegaBlocks); `gather` brings all tokens to all experts and reduce-
 make of them. Which sends less, `bytes_sent` says. Outputs, gradients and who is dropped are those
 of one device.
 
-**Gradients.** What comes back for `stacked` is whole: the tokens of every device of the axis are in
-it. Sum it over the axes along which these experts are copied, and never over the axis that cuts
-them: a mean or a sum there is a factor that Adam hides (it divides a gradient by its size). All
-other weights are summed over it, as over any axis that cuts rows.
+**Gradients.** What comes back for `stacked` has the tokens of every device of the axis in it. Sum
+it over the axes along which these experts are copied, and never over the axis that cuts them: that
+is a factor that Adam hides. All other weights are summed over it, as over any axis that cuts rows.
 
 **Rows** of the batch have queues of their own, one for each expert, in the order of their tokens
 and of a token's choices. So they may be cut in any way, and an earlier token never waits for a

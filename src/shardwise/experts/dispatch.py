@@ -11,10 +11,8 @@ import jax.numpy as jnp
 
 
 def slots(capacity: float, tokens: int, per_token: int, experts: int) -> int:
-    """Slots that an expert has for one row: `capacity` times those of an even router, rounded up.
-
-    Raises:
-      ValueError: a capacity that is not positive.
+    """Slots that an expert has for one row: `capacity` times those of an even router, rounded up;
+    a ValueError if that is not positive.
     """
     if not capacity > 0:
         raise ValueError(f"capacity={capacity}; expected a factor above 0 (1.25), or None.")
@@ -68,35 +66,26 @@ def by_expert(chosen, experts: int):
     return jnp.argsort(flat, stable=True), sizes
 
 
-def in_place(found, order, shape: tuple[int, ...]):
-    """Rows that stand in this order of choices, as [b, s, k, e]; 0 for choices that it lacks."""
-    out = jnp.zeros((math.prod(shape), found.shape[-1]), found.dtype).at[order].set(found)
-    return out.reshape(*shape, -1)
+def in_order(found, order, weights):
+    """The weighted sum [b, s, e] of rows in this order of choices; 0 for those that it lacks."""
+    out = jnp.zeros((weights.size, found.shape[-1]), found.dtype).at[order].set(found)
+    return weighted(out.reshape(*weights.shape, -1), weights)
 
 
-def grouped(x, chosen, apply: Callable, stacked):
-    """The experts' outputs for each choice, [b, s, k, e], without buffers and without drops.
+def grouped(x, chosen, weights, apply: Callable, n: int):
+    """The weighted sum [b, s, e] of n experts' outputs, without buffers and without drops.
 
     Rows stand in groups, one for each expert; a choice of none of them yields 0.
     """
-    (b, s, k), n = chosen.shape, leading(stacked)
+    b, s, k = chosen.shape
     order, sizes = by_expert(chosen, n)
     order = order[: b * s * min(k, n)]  # who is of no group comes last
     real = (jnp.arange(order.size) < jnp.sum(sizes))[:, None]
     rows = jnp.where(real, x.reshape(b * s, -1)[order // k], 0)
-    found = jnp.where(real, apply(stacked, rows, sizes), 0)
-    return in_place(found, order, chosen.shape)
+    return in_order(jnp.where(real, apply(rows, sizes), 0), order, weights)
 
 
-def leading(stacked) -> int:
-    """The number of experts whose weights these are."""
-    sizes = {jnp.shape(x)[0] for x in jax.tree.leaves(stacked)}
-    if len(sizes) != 1:
-        raise ValueError(f"marks.experts: stacked weights have leading axes {sorted(sizes)}.")
-    return sizes.pop()
-
-
-def check(x, chosen, weights, stacked, experts: int, devices: int, axis: str) -> None:
+def check(x, chosen, weights, stacked, experts: int, devices: int, axis: str | None) -> None:
     """Raise ValueError where shapes do not fit each other, or experts the devices of `axis`."""
     if x.ndim != 3 or chosen.shape[:2] != x.shape[:2] or chosen.shape != weights.shape:
         raise ValueError(
@@ -104,15 +93,16 @@ def check(x, chosen, weights, stacked, experts: int, devices: int, axis: str) ->
             f"{list(weights.shape)}; expected [rows, tokens, embed] and twice [rows, tokens, k]."
         )
     divides(experts, devices, axis)
-    if (held := leading(stacked)) * devices != experts:
+    found = sorted({jnp.shape(x)[0] for x in jax.tree.leaves(stacked)})
+    if found != [experts // devices]:
         place = f"each of {devices} devices of axis {axis!r}" if axis else "one device"
         raise ValueError(
-            f"marks.experts: weights of {held} experts on {place}, and {experts} experts in all; "
-            f"expected those of {experts // devices}."
+            f"marks.experts: weights of {' and '.join(map(str, found))} experts on {place}, and "
+            f"{experts} experts in all; expected those of {experts // devices}."
         )
 
 
-def divides(experts: int, devices: int, axis: str) -> None:
+def divides(experts: int, devices: int, axis: str | None) -> None:
     """Raise ValueError, with the numbers that would do, where experts do not divide."""
     if left := experts % devices:
         would = " or ".join(str(m) for m in (experts - left, experts - left + devices) if m)

@@ -24,46 +24,44 @@ class Exchange:
 
     def __call__(self, x, chosen, weights, apply, stacked, experts, capacity=None, index=None):
         """(y, kept) of `marks.experts`; raises ValueError for experts that do not fit the axis."""
-        n = 1 if self.axis is None else jax.lax.axis_size(self.axis)
-        dispatch.check(x, chosen, weights, stacked, experts, n, self.axis or "")
-        slot, size, kept = None, None, jnp.ones(chosen.shape, bool)
+        n = jax.lax.axis_size(self.axis or ())
+        dispatch.check(x, chosen, weights, stacked, experts, n, self.axis)
+        apply, slot, size = functools.partial(apply, stacked), None, None
+        kept = jnp.ones(chosen.shape, bool)
         if capacity is not None:
             slot, size, kept = self._slots(chosen, experts, capacity, index)
         if self.form == "ragged":
             chosen, run = jnp.where(kept, chosen, experts), self._in_slices
         else:
             run = self._sent if self.form == "all_to_all" and size is not None else self._gathered
-        return run(x, chosen, weights, apply, stacked, slot, size), kept
+        return run(x, chosen, weights, apply, experts // n, slot, size), kept
 
     def _slots(self, chosen, experts, capacity, index):
         """(slot of each choice in this device's buffers, their size, whether it is kept)."""
         b, s, k = chosen.shape
-        parts = 1 if self.sequence is None else jax.lax.axis_size(self.sequence)
-        allowed = dispatch.slots(capacity, s * parts, k, experts)
+        allowed = dispatch.slots(capacity, s * jax.lax.axis_size(self.sequence or ()), k, experts)
         if self.sequence is None:
             place = dispatch.queued(chosen, experts, index)
             return place, allowed, place < allowed
         index = marks.index("sequence", s)[None] if index is None else index
         index = jnp.broadcast_to(index, (b, s))
-        whole = [_gathered(v, self.sequence, 1) for v in (chosen, index)]
+        whole = jax.lax.all_gather((chosen, index), self.sequence, axis=1, tiled=True)
         start = jax.lax.axis_index(self.sequence) * s
         place = dispatch.queued(whole[0], experts, whole[1])
         kept = jax.lax.dynamic_slice_in_dim(place, start, s, axis=1) < allowed
         here = dispatch.queued(jnp.where(kept, chosen, experts), experts)
         return here, min(allowed, s), kept
 
-    def _sent(self, x, chosen, weights, apply, stacked, slot, size):
+    def _sent(self, x, chosen, weights, apply, held, slot, size):
         """The experts' outputs by buffers [experts, rows·size, e], sent block by block and back."""
-        n = dispatch.leading(stacked) * jax.lax.axis_size(self.axis)
-        buffers = dispatch.packed(x, chosen, slot, n, size)
+        buffers = dispatch.packed(x, chosen, slot, held * jax.lax.axis_size(self.axis), size)
         arrived = jax.lax.all_to_all(buffers, self.axis, 0, 1, tiled=True)
-        made = apply(stacked, arrived)
-        buffers = jax.lax.all_to_all(made, self.axis, 1, 0, tiled=True)
+        buffers = jax.lax.all_to_all(apply(arrived), self.axis, 1, 0, tiled=True)
         return dispatch.combined(buffers, chosen, slot, weights)
 
-    def _in_slices(self, x, chosen, weights, apply, stacked, _, size):
+    def _in_slices(self, x, chosen, weights, apply, held, _, size):
         """The experts' outputs by slices: choices sorted by expert, to their devices, and back."""
-        (b, s, k), held = chosen.shape, dispatch.leading(stacked)
+        b, s, k = chosen.shape
         n, me = jax.lax.axis_size(self.axis), jax.lax.axis_index(self.axis)
         order, sizes = dispatch.by_expert(chosen, n * held)
         counts = jax.lax.all_gather(sizes, self.axis)  # [devices, experts]
@@ -71,22 +69,21 @@ class Exchange:
         send = functools.partial(ragged_exchange.exchange, self.axis, order.size, most)
         arrived = send(False, x.reshape(b * s, -1)[order // k], counts)
         groups = jnp.sum(counts, axis=0).reshape(n, held)[me]
-        found = send(True, apply(stacked, arrived, groups), counts)  # and home
-        return dispatch.weighted(dispatch.in_place(found, order, chosen.shape), weights)
+        found = send(True, apply(arrived, groups), counts)  # and home
+        return dispatch.in_order(found, order, weights)
 
-    def _gathered(self, x, chosen, weights, apply, stacked, slot, size):
+    def _gathered(self, x, chosen, weights, apply, held, slot, size):
         """The experts' outputs by gathering all tokens of the axis, and scattering the sums."""
-        held = dispatch.leading(stacked)
         if self.axis is not None:
             given = x, chosen, weights, slot
-            x, chosen, weights, slot = jax.tree.map(lambda v: _gathered(v, self.axis, 0), given)
+            x, chosen, weights, slot = jax.lax.all_gather(given, self.axis, tiled=True)
             chosen = chosen - jax.lax.axis_index(self.axis) * held
             chosen = jnp.where((chosen >= 0) & (chosen < held), chosen, -1)
         if size is None:
-            y = dispatch.weighted(dispatch.grouped(x, chosen, apply, stacked), weights)
+            y = dispatch.grouped(x, chosen, weights, apply, held)
         else:
             buffers = dispatch.packed(x, chosen, slot, held, size)
-            y = dispatch.combined(apply(stacked, buffers), chosen, slot, weights)
+            y = dispatch.combined(apply(buffers), chosen, slot, weights)
         if self.axis is None:
             return y
         return jax.lax.psum_scatter(y, self.axis, scatter_dimension=0, tiled=True)
@@ -95,8 +92,8 @@ class Exchange:
 def all_to_all(axis: str, sequence: str | None = None) -> Exchange:
     """The Exchange of tokens to their experts over `axis`, in buffers of the capacity, and back.
 
-    Without a capacity a buffer has to be as large as the worst case, in which all tokens go to one
-    device: what an all-gather sends. Then this is `gather`; `ragged` sends less on TPUs and GPUs.
+    Without a capacity, for which a buffer would be as large as what an all-gather sends, this is
+    `gather`; `ragged` sends less on TPUs and GPUs.
     """
     return Exchange("all_to_all", axis, sequence)
 
@@ -105,13 +102,11 @@ def ragged(axis: str, sequence: str | None = None) -> Exchange:
     """The Exchange of as many rows over `axis` as tokens chose experts, and back; for no capacity.
 
     With n devices and k experts a token that is n/k times less than `gather` sends, for an even
-    router. What arrives stands in a buffer for the worst case, however little it is: for
-    rows·tokens·min(k, experts held) from each device. With a capacity it is smaller, and choices
-    that are dropped are not sent.
+    router. What arrives stands in a buffer for the worst case, rows·tokens·min(k, experts held)
+    from each device; with a capacity it is smaller, and choices that are dropped are not sent.
 
     On TPUs and GPUs rows travel by `jax.lax.ragged_all_to_all` (compiled by Google's compiler, not
-    run on a TPU yet). XLA:CPU has none: there devices send each other blocks as large as the worst
-    case, to the same effect.
+    run on a TPU yet). XLA:CPU has none: there devices send each other blocks for the worst case.
     """
     return Exchange("ragged", axis, sequence)
 
@@ -145,14 +140,14 @@ def bytes_sent(
 
     With T = rows·tokens: an all-to-all there and back sends 2·k·f·T·h·e·(n-1)/n, where f is the
     capacity after rounding up to whole slots. A gather and a scatter send 2·T·h·e·(n-1), and four
-    bytes each for the choices, their weights (in float32) and, with a capacity, their slots. A
-    backward pass sends the activations' part again; one that recomputes the layer, twice.
+    bytes each for the choices, their weights and, with a capacity, their slots. A backward pass
+    sends the activations' part again; one that recomputes the layer, twice.
 
-    "ragged" is exact on CPU, where blocks are sent that have room for all that a device can choose
-    of another's m experts: 2·T·min(k, m)·h·e·(n-1), or with a capacity m·slots for each row if that
-    is less; and numbers of rows, 4·(n + 2)·m·(n-1) bytes, of which a backward pass sends 8·m·(n-1)
-    at most. On TPUs and GPUs the rows are sent that there are: there T·k·h·e·(n-1)/n for an even
-    router and T·k·h·e at most, and back what arrived, at most (n-1) times that.
+    "ragged" is exact on CPU, by blocks for the worst case: 2·T·min(k, m)·h·e·(n-1) for m experts on
+    a device, or with a capacity m·slots for each row if that is less; and numbers of rows,
+    4·(n + 2)·m·(n-1) bytes, of which a backward pass sends 8·m·(n-1) at most. On TPUs and GPUs the
+    rows are sent that there are: T·k·h·e·(n-1)/n for an even router and T·k·h·e at most, and back
+    what arrived, at most (n-1) times that.
 
     `sequence` is the number of devices that a row is cut over, `tokens` then a device's part of it:
     an expert's slots are those of the whole row.
@@ -177,7 +172,3 @@ def bytes_sent(
     choice = 8 if slots is None else 12
     once = rows * tokens * (2 * embed * itemsize + per_token * choice)
     return once * (devices - 1)
-
-
-def _gathered(x, axis, along):
-    return jax.lax.all_gather(x, axis, axis=along, tiled=True)

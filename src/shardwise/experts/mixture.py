@@ -31,9 +31,9 @@ class Experts(nnx.Module):
     """`config.experts` gated MLPs, of which a token uses those that its router scores highest.
 
     The router computes in float32 (Fedus et al., 2021). The weights of a token's experts are its
-    scores there, divided by their sum if there are several; with one, the score itself, or the
-    router would have no gradient. A bias has a part in the choice alone (DeepSeek-AI, 2024): its
-    gradient is 0, and `experts.rebalanced` moves it. Shared experts are one wider MLP.
+    scores, if there are several divided by their sum (by which one would have no gradient). A bias
+    has a part in the choice alone (DeepSeek-AI, 2024): its gradient is 0, and `experts.rebalanced`
+    moves it. Shared experts are one wider MLP.
     """
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
@@ -110,8 +110,7 @@ def penalty(
     complementary loss), averaged over rows by their tokens. Even routing gives 1. chosen [..., b,
     s, k], probabilities [..., b, s, n], mask [b, s]; it is summed over leading axes, of layers.
 
-    Over the batch it needs `marks.total`: exact where rows are cut over devices, and refused with
-    several microbatches, of which none sees the whole batch. Over rows it is exact for both.
+    Over the batch it needs `marks.total`, which refuses several microbatches: none sees the whole.
     """
     n = probabilities.shape[-1]
     counts = _by_row(chosen, mask, n)
@@ -128,10 +127,9 @@ def penalty(
 
 
 def rebalanced(bias: jax.Array, loads: jax.Array, rate: float = 0.001) -> jax.Array:
-    """The biases [..., experts] after a step in which experts had these loads.
-
-    Up by `rate` where an expert had fewer choices than the mean, down where it had more
-    (DeepSeek-AI, 2024): in the whole batch, of all devices and all microbatches.
+    """The biases [..., experts] after a step in which experts had these loads, in the whole batch:
+    up by `rate` where an expert had fewer choices than the mean, down where it had more
+    (DeepSeek-AI, 2024).
     """
     loads = loads.astype(jnp.float32)
     return bias + rate * jnp.sign(jnp.mean(loads, axis=-1, keepdims=True) - loads)

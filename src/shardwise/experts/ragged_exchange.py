@@ -2,8 +2,7 @@
 
 A device has rows sorted by expert, and each device knows how many every other has for each expert:
 that is a slice. What arrives stands in groups, one for each expert held, and within a group by
-sender; so it needs no second sorting. XLA:CPU has no such operation: there the same operands are
-given to `in_blocks`, an all-to-all of blocks for the worst case.
+sender; so it needs no second sorting.
 """
 
 import functools
@@ -14,10 +13,8 @@ import jax.numpy as jnp
 
 
 class Slices(NamedTuple):
-    """The operands of `jax.lax.ragged_all_to_all`, int32 [experts] each: one entry for each slice.
-
-    Receivers (for `recv_sizes`, senders) follow each other in the order of the axis, each with as
-    many entries as a device has experts.
+    """The operands of `jax.lax.ragged_all_to_all`, int32 [experts] each, an entry for each slice:
+    receivers (for `recv_sizes`, senders) follow each other, each with as many as it has experts.
     """
 
     input_offsets: jax.Array
@@ -27,9 +24,8 @@ class Slices(NamedTuple):
 
 
 def most_rows(rows: int, tokens: int, per_token: int, held: int, slots: int | None = None) -> int:
-    """The most choices of rows·tokens tokens that can fall on one device, which has `held` experts.
-
-    A token chooses an expert once; with a capacity an expert has `slots` for each row.
+    """The most choices of rows·tokens tokens that can fall on a device, with `held` experts, each
+    of which a token chooses once, and, with a capacity, `slots` of an expert for each row.
     """
     found = rows * tokens * min(per_token, held)
     return found if slots is None else min(found, rows * held * slots)

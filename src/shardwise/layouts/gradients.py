@@ -19,7 +19,6 @@ from shardwise.layouts.placing import array_layouts, cast, expert_rule, paramete
 from shardwise.layouts.shares import shares
 from shardwise.objective.division import Division
 from shardwise.objective.parts import check_cut
-from shardwise.pipeline.gradients import Within
 from shardwise.rules.rule import specs
 
 
@@ -123,12 +122,11 @@ def program(layout: Layout, loss: Callable, has_aux: bool, params: Any, batch: A
 
 
 def _pipelined(layout, loss, has_aux, aux, who, backward, params):
-    mesh, within = layout.auto, Within()
+    mesh, within = layout.auto, {}
     if layout.by_hand:
-        parts = layout.rows, layout.context
-        within = Within(
-            Division(*parts, mesh=mesh, order=order(layout)),
-            by_hand=tuple(name for name in mesh.axis_names if name not in layout.tensor),
+        within = dict(
+            division=Division(layout.rows, layout.context, mesh=mesh, order=order(layout)),
+            by_hand=[name for name in mesh.axis_names if name not in layout.tensor],
             meanings=meanings(layout),
             shares=functools.partial(shares, layout, array_layouts(layout, params, layout.stage)),
         )
@@ -141,7 +139,7 @@ def _pipelined(layout, loss, has_aux, aux, who, backward, params):
         layout.microbatches,
         layout.stage[0],
         lambda params: [without(s, others) for s in specs(parameter_rule(layout), params, mesh)],
-        within,
+        **within,
         has_aux=has_aux,
         aux=aux,
         who=who,

@@ -123,20 +123,10 @@ def meanings(layout: Layout) -> Mapping[str, Callable]:
 def attention(layout: Layout) -> Callable:
     """The form of attention by hand over the context axes."""
     form, _ = context.FORMS.get(layout.attention, (layout.attention, None))
-    given = {"local": Alone(_kernel(layout))} if layout.kernel else {}
+    given = {"local": _kernel(layout)} if layout.kernel else {}
     if layout.stage and form is context.ring:
         given["apart"] = True
     return form(entry_of(layout.context), **given)
-
-
-@dataclasses.dataclass(frozen=True)
-class Alone:
-    """A meaning of `marks.attend`, in the form in which Ulysses calls it on a device."""
-
-    attend: Callable
-
-    def __call__(self, q, k, v, query, key, mask):
-        return self.attend(q, k, v, query, mask)
 
 
 def _kernel(layout):

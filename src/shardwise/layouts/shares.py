@@ -60,13 +60,6 @@ class Shares(Whole):
         hows = [self.hows[i] if i in now else None for i in numbers]
         return scatter(_at_once(grads) if any(hows) else grads, hows)
 
-    def sum_shape(self, i: int, shape: tuple) -> tuple:
-        how = self.hows[i]
-        if how is None or self.layout.zero != 2:
-            return shape
-        part = shape[how.cut] // self.layout.size("fsdp")
-        return *shape[: how.cut], part, *shape[how.cut + 1 :]
-
     def scatter(self, i: int, g: jax.Array) -> jax.Array:
         return scatter([g], [self.hows[i]])[0] if self.layout.zero == 1 else g
 

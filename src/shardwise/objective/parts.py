@@ -78,6 +78,12 @@ def check_cut(who: str, what: str, size: int, parts: int, along: str) -> None:
 def check_params(params: Any, mesh: Mesh, who: str) -> None:
     """Raise where these are no parameters for `who`, a loss's gradient over this mesh."""
     for path, x in trees.leaves(params):
+        if not hasattr(x, "dtype") and not isinstance(x, int | float | complex):
+            raise TypeError(
+                f"{who}: {path} is a {type(x).__name__}, not an array. Keep what is no array out "
+                f"of the tree, and put it back within the loss (nnx.split and nnx.merge; "
+                f"eqx.partition with eqx.is_array and eqx.combine)."
+            )
         if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
             raise TypeError(
                 f"{who}: {path or 'the parameter'} is {jnp.result_type(x)}, which has no gradient; "

@@ -8,8 +8,7 @@ stages, and a table from `shardwise.schedules` says which device runs what when:
 
 `layouts.Layout(stage=...)` makes whole training steps of it, with other roles beside stages. All
 devices run one program: a scan over ticks, in each the device's own task, and what goes from stage
-to stage goes around a ring between ticks (`ticks` is its table). So it compiles for chips that one
-does not have, and runs in any number of processes.
+to stage goes around a ring between ticks (`ticks` is its table).
 """
 
 from shardwise.pipeline.gpipe import gpipe

@@ -20,7 +20,7 @@ def gpipe(stage: Callable, mesh: Mesh, microbatches: int, axis: str = "stage") -
 
     The backward pass is the transpose: the scan runs back, and each permute sends the other way
     (Huang et al., 2019, GPipe). Ranks work in every one of the `microbatches + ranks - 1` ticks, in
-    the bubble on what nobody reads. Compare `value_and_grad`, which runs any schedule.
+    the bubble on what nobody reads.
 
     Raises:
       ValueError: rows that do not split into the microbatches.

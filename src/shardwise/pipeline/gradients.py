@@ -17,32 +17,17 @@ from shardwise.objective.gradients import nothing_if_empty
 from shardwise.objective.means import cotangents, normal, quotient, widened
 from shardwise.objective.parts import check_params, meaning, merged, reduced, split, ways
 from shardwise.objective.tracing import trace
-from shardwise.pipeline import checks, cut
+from shardwise.pipeline import cut
 from shardwise.pipeline.cut.parts import abstract, inexact
 from shardwise.pipeline.cut.places import mark
 from shardwise.pipeline.program import WHOLE, Program
 from shardwise.pipeline.running import Run
 
-
-@dataclasses.dataclass(frozen=True)
-class Within:
-    """What the mesh's other axes do within a stage, where collectives are written out.
-
-    By default nothing: what else the mesh has is left to the compiler.
-
-    Args:
-      division: mesh axes over which rows, and the sequence, are cut, and how a batch is.
-      by_hand: all axes that have names within; the others are the compiler's.
-      meanings: {mark: meaning}, where the axes have names.
-      shares: `shares(tree, loss, batch, args, options)`, called where the axes have names, of the
-        loss of one device's part, whose parameters are like `tree`: what is done with shares of
-        parameters, with the methods of `Whole`.
-    """
-
-    division: Division = dataclasses.field(default_factory=Division)
-    by_hand: tuple[str, ...] = ()
-    meanings: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
-    shares: Callable | None = None
+_UNMARKED = (
+    " The loss has no stage boundary, so that all of it is one stage. Write x = "
+    "marks.stage_boundary(x) where a stage ends, on all that it hands to the next, between layers "
+    "and in no loop; k of these marks make k + 1 stages."
+)
 
 
 def value_and_grad(
@@ -52,7 +37,10 @@ def value_and_grad(
     microbatches: int,
     axis: str = "stage",
     specs: Callable[[Any], Sequence[P]] | None = None,
-    within: Within = Within(),
+    division: Division | None = None,
+    by_hand: Sequence[str] = (),
+    meanings: Mapping[str, Callable] | None = None,
+    shares: Callable | None = None,
     has_aux: bool = False,
     aux: Any = "sum",
     who: str = "pipeline.value_and_grad",
@@ -60,12 +48,19 @@ def value_and_grad(
 ) -> Callable:
     """A function of `(params, batch, *args, key=None)`: the mean over the batch, and its gradient.
 
-    For use inside jit, on plain arrays of true shape, in any number of processes; `axis` is the
-    mesh's axis of stages, and `within` says what the others do. `specs(params)` are the
-    PartitionSpecs by which parameters lie over the axes by hand, `axis` among them; by default each
-    device has all. Row i of a stacked array is layer i under every schedule. Without `backward`,
-    the gradient is None, and only the forward tasks are run. `.program(params, batch, ...)` is the
-    `Program` that it makes for arrays of these shapes.
+    For use inside jit, on plain arrays of true shape; `axis` is the mesh's axis of stages. Row i of
+    a stacked array is layer i under every schedule. Without `backward`, the gradient is None, and
+    only the forward tasks are run. `.program(params, batch, ...)` is the `Program` that it makes
+    for arrays of these shapes.
+
+    Args:
+      specs: `specs(params)` are the PartitionSpecs by which parameters lie over the axes by hand;
+        by default each device has all.
+      division: mesh axes over which rows, and the sequence, are cut by hand, and how a batch is.
+      by_hand: all axes that have names within a stage, besides; the others are the compiler's.
+      meanings: {mark: meaning}, where the axes have names.
+      shares: `shares(tree, loss, batch, args, options)` of the loss of one device's part, whose
+        parameters are like `tree`: what is done with shares of them, by the methods of `Whole`.
 
     Raises, when called:
       ValueError: an axis that the mesh lacks; rows that do not split; no mark where the schedule
@@ -74,47 +69,36 @@ def value_and_grad(
       TypeError: arguments that are no arrays, or parameters that have no gradient.
     """
     meshes.check_axes(who, mesh, (axis,))
-    division = dataclasses.replace(within.division, microbatches=microbatches, who=who)
-    within = dataclasses.replace(within, division=division)
-    given = loss, mesh, schedule, microbatches, axis, within, has_aux, aux, who, backward
-    specs = specs or (lambda params: [P()] * len(jax.tree.leaves(params)))
+    division = dataclasses.replace(division or Division(), microbatches=microbatches, who=who)
+    given = loss, mesh, schedule, axis, division, meanings or {}, shares, has_aux, aux, backward
 
-    def mapped(function, out_specs, params, batch, args, key):
-        """(`function` of a `_Device` and its arrays, in a shard_map; the device)."""
-        checks.arrays(who, params, batch, args, key)
+    def made(params, batch, args, key):
+        """(value and gradient; the device, which has the program)."""
         check_params(params, mesh, who)
         leaves, structure = jax.tree.flatten(params)
-        lie = list(specs(params))
+        lie = list(specs(params)) if specs else [P()] * len(leaves)
         batch, numbers, laid = division.cut(batch)
         device = _Device(*given, lie, structure)
         run = jax.shard_map(
-            functools.partial(function, device),
+            device,
             mesh=mesh,
             in_specs=(lie, *laid, P(), P()),
-            out_specs=out_specs(lie),
-            axis_names={axis, *within.by_hand},
+            out_specs=(P(), (P(), P(division.rows or None)), lie if backward else []),
+            axis_names={axis, *by_hand},
             check_vma=False,  # around the user's loss; every sum over devices is written out
         )
-        return run(leaves, batch, numbers, args, key), device
-
-    def run(params, batch, *args, key=None):
-        def out_specs(lie):
-            return P(), (P(), P(division.rows or None)), lie if backward else []
-
-        out, device = mapped(_Device.__call__, out_specs, params, batch, args, key)
-        value, parts, grads = out
+        value, parts, grads = run(leaves, batch, numbers, args, key)
         if has_aux:
             value = value, merged(*parts, device.ways, jax.tree.structure(device.extra))
-        return value, jax.tree.unflatten(device.structure, grads) if backward else None
+        return (value, jax.tree.unflatten(structure, grads) if backward else None), device
+
+    def run(params, batch, *args, key=None):
+        return made(params, batch, args, key)[0]
 
     def program(params, batch, *args, key=None):
-        made = []
-
-        def traced(*given):
-            made.append(mapped(_Device.buffered, lambda lie: (), *given)[1])
-
-        jax.eval_shape(traced, params, batch, args, key)
-        return made[0].program
+        found = []
+        jax.eval_shape(lambda *given: found.append(made(*given)), params, batch, args, key)
+        return found[0][1].program
 
     run.program = program
     return run
@@ -133,22 +117,22 @@ class _Device:
     loss: Callable
     mesh: Mesh
     schedule: str | schedules.Schedule | Sequence
-    microbatches: int
     axis: str
-    within: Within
+    division: Division
+    meanings: Mapping[str, Callable]
+    shares: Callable | None
     has_aux: bool
     aux: Any
-    who: str
     backward: bool
     specs: list[P]
     structure: Any
 
     def __call__(self, leaves, batch, numbers, args, key):
-        m = self.microbatches
+        m = self.division.microbatches
         parts = split(batch, m), split(numbers, m)
         self._trace(leaves, parts, args, key)
         if self.folded:
-            key = self.within.division.fold(key)
+            key = self.division.fold(key)
             key = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(m))
         seeds = functools.partial(self._seeds, self._count(leaves, parts, args, key))
         data = jax.tree.leaves((*parts, args, key))
@@ -163,43 +147,33 @@ class _Device:
         grads = zip(self.program.back(sums, leaves), leaves, strict=True)
         return value, aux, [g.astype(x.dtype) for g, x in grads]
 
-    def buffered(self, leaves: list, batch: Any, numbers: Any, args: tuple, key: Any) -> tuple:
-        """Make the `program` and its buffers, as the call does, and run nothing."""
-        m = self.microbatches
-        self._trace(leaves, (split(batch, m), split(numbers, m)), args, key)
-        _ = self.program.buffers  # its stages are traced here, where the axes have names
-        return ()
-
     def _trace(self, leaves, parts, args, key):
-        """Trace the loss of the first part of the batch."""
+        """Trace the loss of the first part of the batch; all but the parameters are shapes."""
         first = jax.tree.map(lambda x: x[0], parts)
-        with marks.bind(**self.within.meanings):
-            self._cut(leaves, *abstract((*first, args, key)))
-
-    def _cut(self, leaves, batch, rows, args, key):
-        """Trace the loss of one part of the batch, of which all but the parameters are shapes."""
-        within, m, shares = self.within, self.microbatches, WHOLE
+        batch, rows, args, key = abstract((*first, args, key))
+        division, m, shares = self.division, self.division.microbatches, WHOLE
         held = tuple(_place(spec, self.axis) for spec in self.specs)
-        whole = [self._whole(x, along) for x, along in zip(leaves, held, strict=True)]
-        params = jax.tree.unflatten(self.structure, whole)
-        meanings = {"total": within.division}
-        if within.shares is not None:
-            options = {} if key is None else {"key": key}
-            shares = within.shares(params, self.loss, batch, args, options)
+        ranks = self.mesh.shape[self.axis]
+        whole = [_whole(x, along, ranks) for x, along in zip(leaves, held, strict=True)]
+        params, options = jax.tree.unflatten(self.structure, whole), _options(key)
+        meanings = {**self.meanings, "total": division}
+        if self.shares is not None:
+            with marks.bind(**self.meanings):
+                shares = self.shares(params, self.loss, batch, args, options)
             params, meanings["use"] = shares.received(params), shares.use
         loss, given = normal(self.loss, self.has_aux), (params, batch, rows, args, key)
 
         def outputs(params, batch, rows, args, key):
             with marks.bind(index=meaning(rows)):
-                return loss(params, batch, *args, **({} if key is None else {"key": key}))
+                return loss(params, batch, *args, **_options(key))
 
         self.traced = None
         with marks.bind(**meanings):
-            if m > 1 or within.division.axes:
+            if m > 1 or division.axes:
                 with marks.bind(stage_boundary=mark):
                     outputs = self.traced = trace(self.loss, *given, self.has_aux)
                 if m > 1:
-                    self.traced.check_count(params, self.who)
+                    self.traced.check_count(params, division.who)
             stages, shapes = cut.stages(outputs, *given, relocate=self._relocated)
         self.mean, self.extra = shapes
         count = self.mean.count
@@ -207,18 +181,35 @@ class _Device:
             stages[-1] = dataclasses.replace(stages[-1], seeds=(0, 1))
         self.ways = ways(self.aux, self.extra)
         self.folded = key is not None and self.traced is not None and not self.traced.by_place
-        schedule = checks.schedule(self, len(stages))
         start = len(jax.tree.leaves((batch, rows)))
         stop = start + len(jax.tree.leaves((args, None if self.folded else key)))
         rest = whole, held, frozenset(range(start, stop)), self.axis, shares, self.backward
-        self.program = Program(stages, schedule, *rest)
+        self.program = Program(stages, self._schedule(len(stages)), *rest)
 
-    def _whole(self, x, along):
-        """The shape of what a device has of `x` if it has all stages' parts, along that axis."""
-        shape = list(x.shape)
-        if along is not None:
-            shape[along] *= self.mesh.shape[self.axis]
-        return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+    def _schedule(self, stages):
+        """The schedule that was asked for, by name or as lists, if it is for so many stages."""
+        given, ranks = self.schedule, self.mesh.shape[self.axis]
+        m, who = self.division.microbatches, self.division.who
+        if isinstance(given, str):
+            if given not in schedules.SCHEDULES:
+                known = ", ".join(schedules.SCHEDULES)
+                raise ValueError(f"{who}: no schedule {given!r}; there are {known}.")
+            try:
+                return schedules.SCHEDULES[given](stages, ranks, m)
+            except ValueError as error:
+                told = f"{error} (the mesh has {ranks} ranks along {self.axis!r})"
+                unmarked = _UNMARKED if stages == 1 else ""
+                raise ValueError(f"{who}: {told}{unmarked}") from error
+        found = schedules.from_tasks(given)
+        schedules.check(found)
+        if (found.stages, found.devices, found.microbatches) != (stages, ranks, m):
+            raise ValueError(
+                f"{who}: the schedule is for {found.stages} stages, {found.devices} devices and "
+                f"{found.microbatches} microbatches; the loss has {stages} stages (one more than "
+                f"calls of marks.stage_boundary), the mesh {ranks} ranks along {self.axis!r}, and "
+                f"microbatches is {m}."
+            )
+        return found
 
     def _relocated(self, sharding):
         """The sharding of a constraint of the loss, on the mesh as it is within the stages."""
@@ -227,14 +218,14 @@ class _Device:
         names = {name for name in jax.tree.leaves(tuple(spec or ())) if isinstance(name, str)}
         if spec is None or not names <= {*known}:
             raise ValueError(
-                f"{self.who}: the loss constrains an array to {sharding}; within a stage there are "
-                f"the axes {known}. Constrain to a PartitionSpec of these."
+                f"{self.division.who}: the loss constrains an array to {sharding}; within a stage "
+                f"there are the axes {known}. Constrain to a PartitionSpec of these."
             )
         return NamedSharding(meshes.within(self.mesh), sharding.spec)
 
     def _count(self, leaves, parts, args, key):
         """The count of the whole batch, which the first of several backward passes needs."""
-        if self.microbatches == 1 or not self.backward:
+        if self.division.microbatches == 1 or not self.backward:
             return None
         params = jax.tree.unflatten(self.structure, leaves)  # on which it does not depend
 
@@ -243,30 +234,40 @@ class _Device:
             return self.traced.count(params, batch, rows, args, own if self.folded else key)
 
         counts = jax.lax.map(one, (*parts, key if self.folded else None))
-        return self.within.division.together(jnp.sum(widened(counts)))
+        return self.division.together(jnp.sum(widened(counts)))
 
     def _seeds(self, count, outputs):
         """The cotangents of a microbatch's total, and of its count where it is differentiated."""
         total = widened(outputs[0])
         if count is None:
             count = jnp.float32(1) if self.mean.count is None else widened(outputs[1])
-            total, count = self.within.division.together((total, count))
+            total, count = self.division.together((total, count))
         return cotangents(objective.Mean(total, count))
 
     def _value(self, outputs):
         """(the mean, the two sums of it, the auxiliary outputs in two groups)."""
         structure = jax.tree.structure((self.mean, self.extra))
         (total, count), extra = jax.tree.unflatten(structure, outputs)
-        count = jnp.float32(self.microbatches) if count is None else jnp.sum(widened(count))
-        whole = objective.Mean(*self.within.division.together((jnp.sum(widened(total)), count)))
+        parts = self.division.microbatches
+        count = jnp.float32(parts) if count is None else jnp.sum(widened(count))
+        whole = objective.Mean(*self.division.together((jnp.sum(widened(total)), count)))
         dtype = jnp.result_type(*(x.dtype for x in jax.tree.leaves(self.mean)))
         pairs = zip(jax.tree.leaves(extra), self.ways, strict=True)
         extra = [reduced(x, way) for x, way in pairs]
-        groups = self.within.division.over_devices(extra, self.ways)
+        groups = self.division.over_devices(extra, self.ways)
         return quotient(whole).astype(dtype), whole, groups
 
 
 def _place(spec, axis):
     """The array's axis that this mesh axis cuts, or None."""
-    places = (i for i, entry in enumerate(spec) if axis in jax.tree.leaves((entry,)))
-    return next(places, None)
+    return next((i for i, entry in enumerate(spec) if axis in meshes.axes_of(entry)), None)
+
+
+def _whole(x, along, ranks):
+    """The shape of all stages' parts of `x`, of which a device has its own along this axis."""
+    shape = [n * ranks if i == along else n for i, n in enumerate(x.shape)]
+    return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+
+
+def _options(key):
+    return {} if key is None else {"key": key}

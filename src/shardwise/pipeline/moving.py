@@ -24,8 +24,7 @@ class Carrier:
     """Pieces of one shape, parameters or rows of them, of which each is read by one stage alone.
 
     `table` [devices, places] has the number of the piece that a device has at each of its places,
-    or -1. Row i of a stacked array is layer i, wherever a schedule has that layer. Without a table
-    the one piece is a parameter that several stages read: each device has all of it for a step.
+    or -1. Without one, the one piece is a parameter that several stages read: all have all of it.
     """
 
     axis: str
@@ -140,7 +139,7 @@ def carriers(
 
     `read[s]` has the parameters that stage s reads, and of each the rows. Pieces travel together if
     their shapes and what `shares` has `alike` are the same. A parameter whose rows devices share
-    (`shares.rows`) is never taken apart: a task takes its rows of all. Others take what is there.
+    (`shares.rows`) is never taken apart: a task takes its rows of all.
     """
     n, found, where = max(device_of) + 1, [], {}
     readers = collections.Counter(i for own in read for i in own)

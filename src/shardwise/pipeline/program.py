@@ -20,9 +20,8 @@ from shardwise.pipeline.ticking import Ticks, ticks
 
 
 class Whole:
-    """The operations on parameters that the devices of a stage share, where nothing is written out.
-
-    They are whole, or the compiler's. `layouts.shares` has those by hand.
+    """The operations on parameters that the devices of a stage share, where these are whole or the
+    compiler's; `layouts.shares` has those by hand.
     """
 
     def alike(self, i: int) -> Any:
@@ -48,10 +47,6 @@ class Whole:
     def leave(self, numbers: list, grads: list) -> list:
         """A task's gradients as they are added to the sums."""
         return grads
-
-    def sum_shape(self, i: int, shape: tuple) -> tuple:
-        """The shape of the sum of gradients of a parameter that has this one in a task."""
-        return shape
 
     def rows(self, i: int) -> int | None:
         """The number of a parameter's rows, if devices share them, so that a task gathers first."""
@@ -117,12 +112,11 @@ class Buffers:
 
 @dataclasses.dataclass
 class Program:
-    """The stages of a traced loss by a schedule, for `running.run`.
+    """The stages of a traced loss by a schedule, for `running.Run`.
 
     `leaves` are the parameters' shapes on a device that has all stages'; `held` tells of each the
     axis along which devices of different stages hold parts between steps (None: each has all).
-    Of the data, the leaves in `whole` are the same for all microbatches. `shares` is what tasks do
-    with parameters that the devices of one stage share.
+    Of the data, the leaves in `whole` are the same for all microbatches.
     """
 
     stages: list[cut.Stage]
@@ -139,8 +133,8 @@ class Program:
 
     def __post_init__(self):
         self.ticks = ticks(self.schedule, self.backward)
-        read, homes = [stage.rows for stage in self.stages], self.schedule.device_of
-        given = self.axis, homes, read, self.leaves, self.held, self.shares
+        read = [stage.rows for stage in self.stages]
+        given = self.axis, self.schedule.device_of, read, self.leaves, self.held, self.shares
         self.carriers, self.places = carriers(*given)
 
     @functools.cached_property
@@ -151,18 +145,15 @@ class Program:
         Of what kinds of stages leave, each buffer has as many slots as those that use it need: the
         last stage has a microbatch at a time under 1F1B, and so its logits a single slot.
         """
-        (kinds, of), table = self.kinds, self.ticks
-        act = [stage.carry for stage in self.stages[1:]]
-        cot = [[x for x in carry if inexact(x)] for carry in act if self.backward]
-        found = {
-            n: Buffers(x, [table.slots[n]] * len(x)) for n, x in dict(act=act, cot=cot).items()
-        }
-        kind_of = np.array(of)[table.columns["stage"]]
-        left = {"kept": [kind.kept for kind in kinds], "pend": [kind.pending for kind in kinds]}
-        for name, lists in left.items():
-            most = [table.columns[name][kind_of == k].max() + 1 for k in range(len(kinds))]
-            found[name] = Buffers(lists, most) if self.backward else Buffers([], [])
-        return found
+        (kinds, of), (columns, slots, _) = self.kinds, self.ticks
+        of_task, kinds = np.array(of)[columns["stage"]], kinds if self.backward else []
+        lists = {"act": [stage.carry for stage in self.stages[1:]]}
+        lists["cot"] = [[x for x in carry if inexact(x)] for carry in lists["act"] if kinds]
+        lists |= {"kept": [k.kept for k in kinds], "pend": [k.pending for k in kinds]}
+        most = {name: [slots[name]] * len(lists[name]) for name in ("act", "cot")}
+        for name in ("kept", "pend"):
+            most[name] = [columns[name][of_task == k].max() + 1 for k in range(len(kinds))]
+        return {name: Buffers(lists[name], most[name]) for name in lists}
 
     def sends(self) -> dict[str, float]:
         """What `costs.ledger.Ledger.pipeline` counts of a device in a step, by name: the `ticks`,
@@ -195,10 +186,10 @@ class Program:
             of.append(number)
             if number == len(found):
                 found.append(cut.backward(stage))
-                if splits and (names := found[-1].undivided):
+                if splits and (names := ", ".join(found[-1].undivided)):
                     warnings.warn(
-                        f"pipeline: stage {stage.index}: {', '.join(names)} yields both what the "
-                        f"stage before waits for and gradients of weights; all of it runs in I.",
+                        f"pipeline: stage {stage.index}: {names} yields both what the stage before "
+                        f"waits for and gradients of weights; all of it runs in I.",
                         stacklevel=2,
                     )
         return found, of
@@ -209,7 +200,7 @@ class Program:
         return stage.index == 0, stage.last, carried, stage.data, text
 
     def there(self, held: list) -> list[list]:
-        """What the device's stages read, a list for each carrier, of what the device holds."""
+        """What the device's stages read, for each carrier, of what the device holds."""
         return [[self.shares.gather(c.leaf, x) for x in c.there(held)] for c in self.carriers]
 
     def back(self, sums: list[list], held: list) -> list:

@@ -35,11 +35,10 @@ class Given(NamedTuple):
 class Run:
     """The run of a program, called inside shard_map with parameters and data.
 
-    `carried` has what `Program.there` makes, and the sums are of the same form; without backward
-    tasks there are none: []. `parts` have microbatches first, but those in `program.whole`.
-    `seeds(outputs)` are the cotangents of the loss's differentiable outputs. Returns (the loss's
-    outputs of each microbatch [m, ...], sums of gradients); outputs are the last stage's, and
-    elsewhere zeros.
+    It returns (the loss's outputs [m, ...], on the last stage's devices, and zeros elsewhere; sums
+    of gradients, in the form of `carried`, or [] without backward tasks). `carried` has what
+    `Program.there` makes. `parts` have microbatches first, but those in `program.whole`.
+    `seeds(outputs)` are the cotangents of the loss's differentiable outputs.
     """
 
     def __init__(self, program: Program, seeds: Callable):
@@ -59,17 +58,24 @@ class Run:
         mine = {name: jnp.asarray(x)[:, me] for name, x in columns.items()}
         state = {name: buffers.zeros() for name, buffers in self.buffers.items()}
         state["outputs"] = [jnp.zeros((m, *x.shape), x.dtype) for x in program.stages[-1].outputs]
-        state["grads"] = [
-            jnp.zeros((len(x), *program.shares.sum_shape(c.leaf, x.shape[1:])), wide(x.dtype))
-            for c, x in zip(program.carriers, carried, strict=True)
-            if program.backward
-        ]
+        pairs = zip(program.carriers, carried, strict=True)
+        state["grads"] = [self.sums(c.leaf, x) for c, x in pairs if program.backward]
 
         def tick(state, row):
             return self.tick(state, Given(carried, parts, row)), None
 
         state, _ = jax.lax.scan(tick, state, mine)
         return state["outputs"], state["grads"]
+
+    def sums(self, leaf, carried):
+        """The sums of gradients, all 0, for what is carried of a parameter."""
+
+        def gradient(x):
+            shares = self.program.shares
+            return shares.leave([leaf], shares.enter([leaf], [x], (0,)))[0]
+
+        shape = jax.eval_shape(gradient, carried[0]).shape
+        return jnp.zeros((len(carried), *shape), wide(carried.dtype))
 
     def tick(self, state, given):
         """The state after a tick: the device's task, then what arrives from others."""
@@ -137,9 +143,8 @@ class Run:
     def waiting(self, state, name, row, like):
         """(arrays in a slot, tied to the turn; the state with that turn).
 
-        Of a single slot, all would be the same at every tick. That turn has to become the loop's:
-        where it was left unused, weights tasks of one layer ran at every tick (jaxlib 0.10.1,
-        libtpu 0.0.41).
+        Of a single slot, all would be the same at every tick; and where that turn did not become
+        the loop's, weights tasks of one layer ran at every tick (jaxlib 0.10.1, libtpu 0.0.41).
         """
         found = self.buffers[name].read(state[name], row[name], like)
         arrays, turn = jax.lax.optimization_barrier((found, state["turn"]))

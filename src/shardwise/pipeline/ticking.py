@@ -14,7 +14,7 @@ READERS = {"act": "F", "cot": "I", "kept": "FIW", "pend": "IW"}  # the tasks at 
 
 
 class Ticks(NamedTuple):
-    """What `ticks` returns."""
+    """The table that `ticks` makes."""
 
     columns: dict[str, np.ndarray]
     slots: dict[str, int]
@@ -29,11 +29,8 @@ def ticks(schedule: Schedule, backward: bool = True) -> Ticks:
     a kind. `kind` is 0 without a task, 1 for F, 2 for I, 3 for W; `stage` and `microbatch` tell the
     task. `act`, `cot`, `kept` and `pend` are the slots that it reads or fills: of an activation or
     a cotangent that has arrived, of what a forward keeps, of what an I leaves to its W. `act+1`,
-    and so on for each of the `rings`, is the slot into which what the device that many places
-    before sends at this tick's end goes; -1 for nothing.
-
-    What a slot holds is as live as `schedules.Timeline` counts it. Without `backward`, of the
-    forward tasks alone, in the same order.
+    and so on for each of the `rings`, is the slot for what the device that many places before sends
+    at this tick's end; -1 for nothing. Without `backward`, of the forward tasks alone.
     """
     schedules.check(schedule)
     if not backward:

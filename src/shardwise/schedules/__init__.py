@@ -1,20 +1,18 @@
 """Pipeline schedules as data: the order in which each device runs its tasks, and what follows.
 
-A schedule is a table, `tasks[device]`, and nothing else: no clock, no devices, no JAX. When a task
-starts, how long devices wait and how many microbatches are live on them follows from the table and
-from what tasks cost:
+A schedule is a table, `tasks[device]`, and nothing else. When a task starts, how long devices wait
+and how many microbatches are live on them follows from the table and from what tasks cost:
 
     schedule = schedules.SCHEDULES["1f1b"](stages=4, devices=4, microbatches=8)
     run = schedules.timeline(schedule, {"F": 1, "B": 2}, transfer=0.1)
     run.makespan, run.bubble, run.peak_live
 
-Lists of tasks written by hand are a schedule like any other: pass them to `check`, to `timeline`,
-or to `from_tasks`. A new schedule is one function and one entry in `SCHEDULES`.
+Lists of tasks written by hand are a schedule like any other, for `check`, `timeline` and
+`from_tasks`. A new schedule is one function and one entry in `SCHEDULES`.
 """
 
-from shardwise.schedules.checking import check
 from shardwise.schedules.published import SCHEDULES, spread
-from shardwise.schedules.table import Schedule, Task, from_tasks
+from shardwise.schedules.table import Schedule, Task, check, from_tasks
 from shardwise.schedules.timing import Timeline, timeline
 
 __all__ = ["SCHEDULES", "Schedule", "Task", "Timeline", "check", "from_tasks", "spread", "timeline"]

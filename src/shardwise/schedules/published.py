@@ -1,15 +1,14 @@
 """The published schedules: functions of how many stages, devices and microbatches there are.
 
 Each returns a `Schedule`, or raises a ValueError that says which numbers would do. First those
-whose backward is one task, B; then those in which it is two: I, which others wait for, and W, which
-fills gaps.
+whose backward is one task, B; then those in which it is two, I and W.
 """
 
 import collections
 import contextlib
 import itertools
 import numbers
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from shardwise.schedules.table import Schedule, Task
 
@@ -37,17 +36,15 @@ def eager_1f1b(stages: int, devices: int, microbatches: int) -> Schedule:
 def interleaved_1f1b(stages: int, devices: int, microbatches: int) -> Schedule:
     """1F1B with stages dealt in turn: shorter ones, and a shorter wait (Narayanan et al., 2021).
 
-    Microbatches go in rounds, of `devices` each, or a few more so that they come out even: each
-    stage of a device runs a whole round before the next one does.
+    Each stage of a device runs a whole round of microbatches, `devices` or a few more so that they
+    come out even, before the next one does.
     """
     return _interleaved("interleaved_1f1b", stages, devices, microbatches, extra=0)
 
 
 def kimi_k2(stages: int, devices: int, microbatches: int) -> Schedule:
-    """Interleaved 1F1B with one more warm-up forward (Kimi Team, 2025, Kimi K2).
-
-    In the steady state a forward and a backward that need nothing of each other are neighbours:
-    the communication of one can hide behind the other's work.
+    """Interleaved 1F1B with one more warm-up forward (Kimi Team, 2025, Kimi K2): then neighbours
+    need nothing of each other, and the communication of one can hide behind the other's work.
     """
     return _interleaved("kimi_k2", stages, devices, microbatches, extra=1)
 
@@ -104,8 +101,8 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
 }
 
 
-def spread(name: str, devices: int, microbatches: int, per_device: int = 2) -> Schedule:
-    """`SCHEDULES[name]` with as many stages on each device as it takes, `per_device` at most.
+def spread(name: str, devices: int, microbatches: int) -> Schedule:
+    """`SCHEDULES[name]` with as many stages on each device as it takes, two or one.
 
     For comparisons that loop over `SCHEDULES`: some take one stage on a device, some two.
 
@@ -124,18 +121,16 @@ def spread(name: str, devices: int, microbatches: int, per_device: int = 2) -> S
             )
         return found
 
-    refused = {}
-    for stages in range(per_device * devices, 0, -devices):
+    refused, only = [], []  # all reasons; where the microbatches alone are wrong, that one
+    for stages in (2 * devices, devices):
         try:
             return made(stages, microbatches)
         except ValueError as error:
-            refused[stages] = str(error)
-    for stages, error in refused.items():
+            refused.append(str(error))
         with contextlib.suppress(ValueError):
             made(stages, microbatches=stages)
-            refused = {stages: error}  # only the microbatches are wrong
-            break
-    raise ValueError("\n".join(refused.values()))
+            only.append(refused[-1])
+    raise ValueError("\n".join(only[:1] or refused))
 
 
 def _one_to_one(name, stages, devices, microbatches, warmup):
@@ -181,8 +176,8 @@ def _folded(name, stages, devices, microbatches, steps):
     return _table(found, microbatches, [*down, *reversed(down)])
 
 
-def _zb_v_steps(device: int, devices: int, microbatches: int) -> list[str]:
-    """The steps of ZB-V: 2p forwards until the first I is there; then a W makes room for each F."""
+def _zb_v_steps(device, devices, microbatches):
+    """2p forwards until the first I is there; then a W makes room for each F."""
     after, upto = devices - 1 - device, device + 1
     steps = ["F0"] * (2 * after + 1) + ["F1", "F0"] * device
     steps += ["F1", "I1", "W"] * (after + 1)
@@ -191,11 +186,8 @@ def _zb_v_steps(device: int, devices: int, microbatches: int) -> list[str]:
     return steps + ["I0", "I1"] * device + ["I0", "W"] * (after + 1) + ["W"] * (2 * device)
 
 
-def _dualpipe_v_steps(device: int, devices: int, microbatches: int) -> list[str]:
-    """The steps of DualPipe-V: F and whole B in turn.
-
-    Where others wait, as the pipeline fills and empties, I stands alone.
-    """
+def _dualpipe_v_steps(device, devices, microbatches):
+    """F and whole B in turn; where others wait, as the pipeline fills and empties, I alone."""
     after, upto = devices - 1 - device, device + 1
     steps = ["F0"] * (2 * after) + ["F0", "F1"] * upto + ["I1", "W", "F1"] * after
     steps += ["F0", "B1", "F1", "B0"] * (microbatches - 2 * devices + upto)
@@ -227,7 +219,7 @@ def _table(steps: Sequence[list[str]], microbatches: int, device_of: Sequence[in
     return Schedule(tuple(tasks), len(device_of), microbatches, tuple(device_of))
 
 
-def _numbered(steps: Sequence[str], stages: Sequence[int]) -> Iterator[Task]:
+def _numbered(steps, stages):
     counts = collections.defaultdict(itertools.count)
     waiting = collections.deque()
     for step in steps:
@@ -261,15 +253,15 @@ def _check(name, stages, devices, microbatches, each=None, filled=False):
         )
 
 
-def _per_round(name: str, devices: int, microbatches: int) -> int:
+def _per_round(name, devices, microbatches):
     """The microbatches in a round: `devices`, or a few more for even rounds; all, if fewer."""
 
-    def whole(count: int) -> bool:
+    def whole(count):
         return count % max(1, count // devices) == 0
 
     if not whole(microbatches):
-        below = next(count for count in range(microbatches, 0, -1) if whole(count))
-        above = next(count for count in itertools.count(microbatches) if whole(count))
+        below = next(filter(whole, range(microbatches, 0, -1)))
+        above = next(filter(whole, itertools.count(microbatches)))
         raise ValueError(
             f"{name}: {microbatches} microbatches do not fall into even rounds of {devices} "
             f"or more; {below} or {above} would."

@@ -1,7 +1,9 @@
-"""Tasks, and the table of which device runs them in which order."""
+"""Tasks, the table of which device runs them in which order, and the check that it can run."""
 
+import collections
 import dataclasses
 import functools
+import itertools
 import numbers
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,7 +12,7 @@ KINDS = {"F": "forward", "B": "backward", "I": "input half", "W": "weight half"}
 
 
 class Task(NamedTuple):
-    """A task: one kind of work, of one stage, on one microbatch; kinds are the keys of `KINDS`.
+    """A task: one kind of work, of one stage, on one microbatch.
 
     A backward is either one task, B, or two halves: I, which the stage before waits for, and W, for
     which nobody waits (Qi et al., 2024, Zero Bubble Pipeline Parallelism).
@@ -29,7 +31,6 @@ class Schedule:
     """A table: `tasks[device]` is the order in which that device runs its tasks.
 
     `device_of[stage]` is the device on which a stage lives: its weights, its gradients, its tasks.
-    Two tasks that run as one are two neighbours.
     """
 
     tasks: tuple[tuple[Task, ...], ...]
@@ -46,35 +47,23 @@ class Schedule:
     def _present(self) -> frozenset[Task]:
         return frozenset(task for order in self.tasks for task in order)
 
-    def backward(self, stage: int, microbatch: int) -> Task:
-        """The task that yields the cotangent of the stage's input: I if split, else B."""
-        split = Task(stage, "I", microbatch)
-        return split if split in self._present else Task(stage, "B", microbatch)
-
     def dependencies(self, task: Task) -> tuple[Task, ...]:
-        """The tasks that must have ended before `task` can start, on whatever device they run.
-
-        Only data counts here; that a device runs one task at a time is the table's own order.
-        """
+        """The tasks whose results `task` needs, on whatever device they run."""
         stage, kind, microbatch = task
-        if kind == "W":
-            return (Task(stage, "I", microbatch),)
-        if kind == "F":
-            return (Task(stage - 1, "F", microbatch),) if stage else ()
-        forward = Task(stage, "F", microbatch)
-        if stage == self.stages - 1:
-            return (forward,)
-        return (forward, self.backward(stage + 1, microbatch))
+        backward = [(stage, "F"), (stage + 1, "B"), (stage + 1, "I")]
+        needs = {"F": [(stage - 1, "F")], "W": [(stage, "I")]}.get(kind, backward)
+        tasks = (Task(*need, microbatch) for need in needs)
+        return tuple(task for task in tasks if task in self._present)
 
 
 Lists = Sequence[Sequence[tuple[int, str, int]]]  # of tasks, one list for each device
 
 
 def from_tasks(tasks: Schedule | Lists) -> Schedule:
-    """The `Schedule` of lists of tasks, one list for each device, written by hand or by a program.
+    """The `Schedule` of lists of tasks, one list for each device; a `Schedule` as it is.
 
     How many stages and microbatches there are, and where each stage lives, is read off the tasks.
-    Whether the order can run is for `check`. A `Schedule` is returned as it is.
+    Whether the order can run is for `check`.
 
     Raises:
       ValueError: a list that is empty, an entry that is no task, a stage on two devices, or a
@@ -106,7 +95,7 @@ def from_tasks(tasks: Schedule | Lists) -> Schedule:
     return Schedule(orders, len(homes), len(microbatches), device_of)
 
 
-def _task(entry: object, device: int, position: int) -> Task:
+def _task(entry, device, position):
     where = f"Device {device}, position {position}: {entry!r}"
     if not isinstance(entry, tuple | list) or len(entry) != 3:
         raise ValueError(f"{where} is no task; write Task(stage, kind, microbatch).")
@@ -118,3 +107,73 @@ def _task(entry: object, device: int, position: int) -> Task:
         if not isinstance(number, numbers.Integral) or number < 0:
             raise ValueError(f"{where} has {name} {number!r}; it is a count from 0.")
     return task
+
+
+def check(schedule: Schedule | Lists) -> None:
+    """Return if `schedule`, a `Schedule` or lists of tasks, runs every task; else raise.
+
+    Raises:
+      ValueError: a task that is missing, doubled, split in half or on a device that does not hold
+        its stage; or an order that comes to a stop, with the tasks that wait for each other.
+    """
+    found = from_tasks(getattr(schedule, "tasks", schedule))
+    for name, form in ("stages", int), ("microbatches", int), ("device_of", tuple):
+        told = getattr(found, name)
+        if (said := form(getattr(schedule, name, told))) != told:
+            raise ValueError(f"The schedule's {name} is {said}; by its tasks it is {told}.")
+    _check_each_once(found)
+    run_order(found)
+
+
+def run_order(schedule: Schedule) -> list[Task]:
+    """All tasks, once each, in one order in which each comes after its device's earlier ones and
+    all that it needs; a ValueError if that comes to a stop.
+    """
+    done, left = {}, [collections.deque(order) for order in schedule.tasks]
+
+    def ready(queue):
+        return queue and done.keys() >= {*schedule.dependencies(queue[0])}
+
+    while any(map(ready, left)):
+        for queue in left:
+            while ready(queue):
+                done[queue.popleft()] = None
+    if fronts := {device: queue[0] for device, queue in enumerate(left) if queue}:
+        raise ValueError(_deadlock(schedule, done, fronts))
+    return list(done)
+
+
+def _check_each_once(schedule):
+    seen = {}
+    for device, order in enumerate(schedule.tasks):
+        for position, task in enumerate(order):
+            if task in seen:
+                raise ValueError(
+                    f"{task} stands twice on device {device}, at positions {seen[task]} and "
+                    f"{position}; take one out."
+                )
+            seen[task] = position
+    counts = range(schedule.microbatches), range(schedule.stages)
+    for microbatch, stage in itertools.product(*counts):
+        has = "".join(kind for kind in "FBIW" if Task(stage, kind, microbatch) in seen)
+        if has not in ("FB", "FIW"):
+            raise ValueError(
+                f"Stage {stage}, microbatch {microbatch} has {', '.join(has) or 'no task'}; it "
+                f"needs F and B, or F, I and W."
+            )
+
+
+def _deadlock(schedule, done, fronts):
+    """The message of a deadlock: who waits for whom, of the tasks that devices cannot begin.
+
+    What one waits for stands behind another one: following them leads round a ring.
+    """
+    device, told = next(iter(fronts)), {}
+    while device not in told:
+        need = next(need for need in schedule.dependencies(fronts[device]) if need not in done)
+        at = schedule.device_of[need.stage]
+        behind = "" if fronts[at] == need else f", which device {at} runs after {fronts[at]}"
+        told[device], device = f"{fronts[device]} waits for {need}{behind}", at
+    ring = itertools.dropwhile(lambda each: each != device, told)
+    told = ";\n  ".join(told[each] for each in ring)
+    return f"Deadlock: {told}.\nMove a task that is waited for further ahead."

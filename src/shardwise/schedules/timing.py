@@ -5,8 +5,7 @@ import functools
 import types
 from collections.abc import Mapping
 
-from shardwise.schedules.checking import check, run_order
-from shardwise.schedules.table import Lists, Schedule, Task, from_tasks
+from shardwise.schedules.table import Lists, Schedule, Task, check, from_tasks, run_order
 
 Costs = Mapping[str | tuple[int, str] | Task, float]  # by kind, by stage and kind, by task
 
@@ -38,8 +37,8 @@ class Timeline:
     def gaps(self) -> tuple[float, ...]:
         """The time of each device without a task between its first start and its last end.
 
-        Qi et al. count these: where a device may begin the next step before the others have
-        ended this one, what it waits at either end costs nothing.
+        Where it may begin the next step before the others have ended this one, what it waits at
+        either end costs nothing (Qi et al., 2024).
         """
         return tuple(
             self.end[order[-1]] - self.start[order[0]] - busy
@@ -54,10 +53,9 @@ class Timeline:
 
     @functools.cached_property
     def live(self) -> tuple[tuple[tuple[float, int], ...], ...]:
-        """The (time, number) pairs of each device; from that time so many activations live there.
+        """The (time, number) pairs of each device: from that time on, the activations live there.
 
-        Activations are counted by (stage, microbatch) pairs. One is live from the start of its F to
-        the end of its B, or of its W where split.
+        Those of a stage and microbatch live from the start of its F to the end of its B, or its W.
         """
         return self._counts({"F": self.start}, {"B": self.end, "W": self.end})
 
@@ -71,7 +69,7 @@ class Timeline:
         """The most pairs at once, on each device, whose I has ended and whose W has not."""
         return _most(self._counts({"I": self.end}, {"W": self.end}))
 
-    def _counts(self, opening: dict, closing: dict) -> tuple[tuple[tuple[float, int], ...], ...]:
+    def _counts(self, opening, closing):
         found = []
         for order in self.schedule.tasks:
             events = [(opening[t.kind][t], 1) for t in order if t.kind in opening]
@@ -91,10 +89,9 @@ def _most(counts):
 def timeline(schedule: Schedule | Lists, costs: Costs = COSTS, transfer: float = 0) -> Timeline:
     """The `Timeline` of a schedule, if each device runs its next task as soon as it can.
 
-    `schedule` is a `Schedule` or lists of tasks. `costs` maps a kind to the time that it takes,
-    `{"F": 1, "B": 2}`; a key `(stage, kind)`, or a whole `Task`, goes before it, for stages that
-    differ. `transfer` is the time from the end of a task to the moment at which another device
-    has its result; it keeps neither device from its work.
+    `costs` maps a kind to the time that it takes, `{"F": 1, "B": 2}`; a key `(stage, kind)`, or a
+    whole `Task`, goes before it. `transfer` is the time from the end of a task to the moment at
+    which another device has its result; it keeps neither device from its work.
 
     Raises:
       ValueError: what `check` raises, no cost for a task, or a negative time.
@@ -120,7 +117,7 @@ def simulated(schedule: Schedule, costs: Costs, transfer: float = 0) -> Timeline
     return Timeline(schedule, start, end)
 
 
-def _cost(costs: Costs, task: Task) -> float:
+def _cost(costs, task):
     for key in (task, (task.stage, task.kind), task.kind):
         if key in costs:
             if costs[key] < 0:

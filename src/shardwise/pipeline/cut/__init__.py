@@ -1,7 +1,7 @@
 """A traced loss, cut at its marks into one function for each stage, and each into its tasks.
 
-The model stays ordinary code. `marks.stage_boundary` leaves a name in the traced program (a jaxpr),
-and from then on everything is a question of which equation needs which value:
+`marks.stage_boundary` leaves a name in the traced program (a jaxpr), and from then on everything is
+a question of which equation needs which value:
 
     parts = cut.stages(loss, params, batch).stages  # abstract values are enough
     parts[1].rows                                   # the parameters of stage 1, and which rows

@@ -23,19 +23,16 @@ from shardwise.pipeline.cut.stages import Stage
 class Halves:
     """The programs of one stage, each a function of lists of arrays.
 
-    - `forward(params, data, carry) -> outputs, residuals`: what the backward needs is returned,
-      but for what follows from parameters or data alone, which the backward computes again;
+    - `forward(params, data, carry) -> outputs, residuals`: without what follows from parameters or
+      data alone, which the backward computes again;
     - `whole(params, data, residuals, cotangents) -> cotangents of carry, gradients`;
     - `to_input(params, data, residuals, cotangents) -> cotangents of carry, pending`;
     - `to_weights(params, data, residuals, pending) -> gradients`.
 
-    `to_weights` computes nothing that `to_input` has computed: that is in `pending`. Cotangents
-    are those of the stage's `seeds`. The first stage has nothing to send back: its `to_weights`
-    does everything. `undivided` names the primitives that yield both halves at once and could not
-    be cut: they run in `to_input`, and what they yield of the weights' gradients is pending.
-    Effects run where they are computed, once: in `forward`, or in `whole`, or in `to_input`.
-    `reads` of each program are the numbers of the parameters that it reads; `kept` and `pending`
-    the shapes of residuals and pending.
+    `pending` is what `to_input` has computed and `to_weights` needs, which for the first stage does
+    everything; `kept` and `pending` are shapes. Cotangents are those of the stage's `seeds`.
+    `undivided` names the primitives that yield both halves at once and could not be cut: they run
+    in `to_input`. Effects run once: in `forward`, or in `whole`, or in `to_input`.
     """
 
     stage: Stage
@@ -52,8 +49,7 @@ def backward(stage: Stage) -> Halves:
     """The `Halves` of a stage, by differentiating its function and slicing the traced result.
 
     What depends on no cotangent is the forward's. Of what does, equations under `jax.jit` and
-    `jax.checkpoint` are inlined (the forward is another program by then, so nothing that is to be
-    computed again can be taken from it), and a scan is cut into two.
+    `jax.checkpoint` are inlined, for the forward is another program by then; a scan is cut in two.
     """
     cots = [stage.outputs[i] for i in stage.seeds]
 
@@ -103,14 +99,11 @@ def _undivided(eqns, back, pending):
     return tuple(sorted(name for name in found if not name.startswith("scan, ")))
 
 
-# A scan of a backward pass, cut into the scan that others wait for and the rest.
-
-
 def _split_scans(eqns, wanted):
     """`eqns`, in which a scan that yields both what `wanted` needs and more is cut in two.
 
-    The first runs what `wanted` needs and what has effects, and stacks what the second needs of
-    it, layer by layer; the second runs the rest, the weights' gradients. Nothing is computed twice.
+    The first runs what `wanted` needs and what has effects, and stacks, layer by layer, what the
+    second needs of it, which runs the rest. Nothing is computed twice.
     """
     need, result = set(variables(wanted)), []
     for eqn in reversed(eqns):

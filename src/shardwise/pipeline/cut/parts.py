@@ -51,10 +51,8 @@ class Part:
         keep: Callable[[Equation], Any] = lambda eqn: False,
         trim: int | None = None,
     ) -> "Part":
-        """The function from `inputs` to `outputs`, of the equations that it needs.
-
-        Of those with effects, it has the ones for which `keep` is true. From the group of number
-        `trim` it takes what it reads, alone.
+        """The function from `inputs` to `outputs`, of the equations that it needs, and those with
+        effects that it is to `keep`. Of the group of number `trim` it takes what it reads, alone.
         """
         given, asked = {*itertools.chain(*inputs), *self.constants}, itertools.chain(*outputs)
         eqns, used = needed(self.eqns, asked, given, lambda eqn: eqn.effects and keep(eqn))
@@ -70,9 +68,8 @@ def traced(
     *groups: Any,
     change: Callable[[Any], Any] = lambda eqn: eqn,
 ) -> tuple[Part, Any]:
-    """(`function` of groups of abstract arrays, with calls of `names` inlined; what it returns).
-
-    It returns groups as well; groups are trees, and `change(eqn)` stands for each equation.
+    """(`function` from groups to groups of abstract arrays, with calls of `names` inlined and
+    `change(eqn)` for each equation; what it returns). Groups are trees.
     """
     # A function of its own: the trace of one seen before may be cached, under other marks.
     closed, out = jax.make_jaxpr(lambda *given: function(*given), return_shape=True)(*groups)

@@ -70,11 +70,7 @@ def _relocated(eqn, relocate):
 
 
 def placed(loss: Part) -> tuple[list[list], dict]:
-    """(what crosses into each stage, and out of the last; {id of an effect's equation: its stage}).
-
-    Raises:
-      ValueError: an effect that asks for an order.
-    """
+    """(what crosses into each stage, and out of the last; {id of an effect's equation: stage})."""
     activations, marks = _activations(loss)
     used = dict.fromkeys(variables(loss.outputs[0]), marks)  # the last stage that reads a variable
     first, stage, effects = dict(used), {}, {}
@@ -114,10 +110,10 @@ def _activations(loss):
 
 
 def _check_unordered(eqn):
-    ordered = [type(e).__name__ for e in eqn.origin.effects if "Ordered" in type(e).__name__]
-    if ordered:
-        raise ValueError(
-            f"cut: the loss has an effect that asks for an order, {ordered[0]} in {eqn.name}; "
-            f"stages run at the same time. Leave ordered=True out, and put what tells the order, "
-            f"a row or a step, into what is printed or sent."
-        )
+    for name in (type(effect).__name__ for effect in eqn.origin.effects):
+        if "Ordered" in name:
+            raise ValueError(
+                f"cut: the loss has an effect that asks for an order, {name} in {eqn.name}; stages "
+                f"run at the same time. Leave ordered=True out, and put what tells the order, a "
+                f"row or a step, into what is printed or sent."
+            )

@@ -22,12 +22,10 @@ class Stage:
 
     `rows[i]` tells what of the parameter leaf `i` lives here: None all of it, (a, b) its rows a to
     b. `data` are the numbers of the batch's (and further arguments') leaves that it reads; where
-    the stages take different rows of what follows from these, such as keys of layers, `starts` are
-    its own first rows, int32 [k], which come last among the data: so stages that differ in nothing
-    else have one program. `params`, `inputs`, `carry` and `outputs` are the shapes and dtypes of
-    arguments and results.
-    The outputs of the last stage are those of the loss. Those numbered in `seeds` have cotangents:
-    all that are floating-point numbers; of the loss the first, unless others are put there.
+    stages take different rows of what follows from these, such as keys of layers, `starts` are its
+    own first rows, int32 [k], which come last among the data: so stages may share a program.
+    `params`, `inputs`, `carry` and `outputs` are shapes; the last stage's outputs are the loss's.
+    Those numbered in `seeds` have cotangents: all floating-point numbers; of the loss the first.
     """
 
     index: int
@@ -55,9 +53,7 @@ def stages(loss: Callable, params: Any, *data: Any, relocate: Callable | None = 
 
     Arguments may be abstract. A parameter of which every stage takes only rows of its own, by a
     static slice, of it or of its cast, lives in rows; one that several stages read lives on each.
-
-    Args:
-      relocate: `relocate(sharding)` is what a `with_sharding_constraint` of the loss becomes.
+    A `with_sharding_constraint` of the loss becomes one to `relocate(sharding)`.
 
     Raises:
       ValueError: a mark where the program cannot be cut, or around no array; an effect that asks
@@ -110,14 +106,9 @@ def _stage(s, parts, rows, unlike):
     )
 
 
-# Parameters of which each stage takes rows of its own, and so holds these alone.
-
-
 def _rows_first(eqns: Sequence[Equation], params: Sequence) -> list[Equation]:
-    """The same program, in which rows of a cast parameter are the cast of the parameter's rows.
-
-    A loss may cast its weights before it hands a stage its layers. Taken first, the rows show which
-    layers the stage holds, and no other layer is cast there.
+    """The same program, in which rows of a cast parameter are the cast of the parameter's rows:
+    they show which layers a stage holds, and no other layer is cast there.
     """
     known = {v: (v, ()) for v in params}  # of a variable: the parameter that it is, by which casts
     found = []
@@ -178,11 +169,8 @@ def _taken(eqn: Equation, size: int, start: int, *starts: Any) -> Equation:
     return eqn._replace(invars=(eqn.invars[0], *starts), run=run)
 
 
-# Rows of what follows from the data alone: each stage computes it whole, and takes its own.
-
-
 def _unlike(parts: Sequence[Part]) -> set:
-    """The variables that follow from the data, or from nothing, of which stages take other rows."""
+    """The variables that follow from data, or nothing, of which stages take rows of their own."""
     found = collections.defaultdict(set)
     for part in parts:
         sources = follows(part)
