@@ -229,5 +229,6 @@ class Layout:
         )
         yield (
             self.reduce_dtype is not None and not self.by_hand,
-            "reduce_dtype= is of reductions by hand; a compiler's are in the dtype it computes in.",
+            "reduce_dtype= is that of reductions by hand; the compiler reduces in the dtype that "
+            "it computes in.",
         )
