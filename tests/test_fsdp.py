@@ -472,9 +472,9 @@ def test_gathered_weights_that_are_kept_are_seen(mistake):
 
 def break_sum(monkeypatch):
     """Forgets what is replicated, as one may who takes check_vma for True."""
-    real = gradients._Device._sum
-    forget = lambda self, grad, s: grad if s.cut is None else real(self, grad, s)  # noqa: E731
-    monkeypatch.setattr(gradients._Device, "_sum", forget)
+    real = gradients._sum
+    forget = lambda along, grad, s: grad if s.cut is None else real(along, grad, s)  # noqa: E731
+    monkeypatch.setattr(gradients, "_sum", forget)
 
 
 def break_check_vma(monkeypatch):
@@ -486,8 +486,8 @@ def break_check_vma(monkeypatch):
 
 def break_axis(monkeypatch):
     """Sums the shards' gradients over the wrong axis: that of the shards, not of their copies."""
-    wrong = lambda self, grad, s: jax.lax.psum(grad, self.division.rows[-1])  # noqa: E731
-    monkeypatch.setattr(gradients._Device, "_sum", wrong)
+    wrong = lambda along, grad, s: jax.lax.psum(grad, along.rows[-1])  # noqa: E731
+    monkeypatch.setattr(gradients, "_sum", wrong)
 
 
 def break_scatter(monkeypatch):

@@ -133,9 +133,7 @@ def test_scales_of_all_norms_are_summed_along_tensor():
 
 
 @pytest.mark.parametrize("seed", marked(range(12), [], 3))
-def test_bytes_of_stages_are_those_of_the_layout(seed, monkeypatch):
-    # `predict` would trace the loss again for each stage.
-    monkeypatch.setattr(gradients, "in_stages", functools.cache(gradients.in_stages))
+def test_bytes_of_stages_are_those_of_the_layout(seed):
     each, config, rows = drawn(seed, staged=True)
     layout = compiling.layout_of(each, config, mesh.make(**each.sizes))
     program = compiling.program_of(each, config, rows, LENGTH)

@@ -182,10 +182,7 @@ def run(eqns: Iterable[Equation], env: dict) -> dict:
 
 
 def needed(
-    eqns: Sequence[Any],
-    outputs: Iterable,
-    given: Collection,
-    keep: Callable[[Any], bool] = lambda eqn: False,
+    eqns: Sequence, outputs: Iterable, given: Collection, keep: Callable = lambda eqn: False
 ) -> tuple[list[Any], set]:
     """The equations, ours or a jaxpr's, from which `outputs` follow, and the `given` they use.
 

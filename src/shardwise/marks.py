@@ -8,16 +8,14 @@ time of a trace:
         jaxpr = jax.make_jaxpr(loss)(params, batch)
 
 Bindings belong to one thread and nest. They act while Python traces, and are part of the key under
-which JAX keeps what it traced: a scanned body, a rematerialised layer or a jitted block that was
-traced under other meanings is traced again, under equal ones it is not. Two meanings that compare
-equal must therefore do the same; one that records its calls has to be a new object in each `bind`.
-Only what is no Python any more, such as a jaxpr or an exported program, keeps its marks to itself.
+which JAX keeps what it traced: a scanned body, a rematerialised layer or a jitted block is traced
+again under other meanings, and under equal ones it is not. Two meanings that compare equal must
+therefore do the same; one that records its calls has to be a new object in each `bind`. Only what
+is no Python any more, such as a jaxpr or an exported program, keeps its marks to itself.
 """
 
 import contextlib
-import contextvars
 import re
-import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -32,8 +30,7 @@ __all__ = [
     "local", "places", "seen", "stage_boundary", "total", "use",
 ]  # fmt: skip
 
-_MEANINGS = contextvars.ContextVar("shardwise_marks", default=types.MappingProxyType({}))
-_TRACED_UNDER = jax.make_user_context(None)  # the same, hashable, for JAX's caches
+_BOUND = jax.make_user_context(frozenset())  # {(mark, key of its meaning)}, for JAX's caches too
 KNOWN = {"attend", "constrain", "experts", "index", "layer", "local", "stage_boundary"}
 KNOWN |= {"total", "use"}
 
@@ -48,7 +45,7 @@ def bind(**meanings: Callable) -> Iterator[None]:
     """
     if unknown := set(meanings) - KNOWN:
         raise ValueError(f"marks.bind: no such mark {sorted(unknown)}; there are {sorted(KNOWN)}.")
-    bound = {**_MEANINGS.get(), **meanings}
+    bound = _meanings() | meanings  # held here, since keys do not
     try:
         value = frozenset((mark, _key(meaning)) for mark, meaning in bound.items())
     except TypeError as error:
@@ -56,12 +53,8 @@ def bind(**meanings: Callable) -> Iterator[None]:
             f"marks.bind: a meaning of {sorted(meanings)} has no hash ({error}), and JAX's caches "
             f"need one; give a function, or a frozen dataclass of hashable fields."
         ) from error
-    token = _MEANINGS.set(bound)
-    try:
-        with _TRACED_UNDER(value or None):
-            yield
-    finally:
-        _MEANINGS.reset(token)
+    with _BOUND(value):
+        yield
 
 
 def _key(meaning):
@@ -70,23 +63,25 @@ def _key(meaning):
     return weakref.ref(meaning) if by_identity else meaning
 
 
-def _apply(mark, x, *args):
-    meaning = _MEANINGS.get().get(mark)
-    return x if meaning is None else meaning(x, *args)
+def _meanings():
+    return {mark: x() if isinstance(x, weakref.ref) else x for mark, x in _BOUND.value}
+
+
+def _meaning(mark, unbound=lambda x, *_: x):
+    return _meanings().get(mark, unbound)
 
 
 def constrain(x: Any, name: str) -> Any:
     """`x`, an activation known as `name`: a place where a layout may be pinned."""
-    return _apply("constrain", x, name)
+    return _meaning("constrain")(x, name)
 
 
 def use(weights: Any) -> Any:
     """`weights`, a pytree, at the place where one layer's weights are used.
 
-    A scanned stack calls it on the slice that its body receives, inside the rematerialised part:
-    the place where FSDP gathers a layer.
+    A scanned stack calls it on its body's slice, inside what is rematerialised: FSDP gathers there.
     """
-    return _apply("use", weights)
+    return _meaning("use")(weights)
 
 
 def layer(body: Callable) -> Callable:
@@ -95,12 +90,12 @@ def layer(body: Callable) -> Callable:
     A stack calls it on what its scan runs, and `use` is called inside. The body's first argument is
     what enters the layer, the carry of a scan.
     """
-    return _apply("layer", body)
+    return _meaning("layer")(body)
 
 
 def stage_boundary(x: Any) -> Any:
     """`x`, where one pipeline stage ends and the next begins: k marks make k+1 stages."""
-    return _apply("stage_boundary", x)
+    return _meaning("stage_boundary")(x)
 
 
 def index(axis: str, size: int) -> jax.Array:
@@ -109,8 +104,7 @@ def index(axis: str, size: int) -> jax.Array:
     `axis` is "rows", or "sequence". Unbound, the part is the whole: 0 to size - 1. A draw that
     depends on its key and on these numbers alone is the same however the batch is divided.
     """
-    meaning = _MEANINGS.get().get("index")
-    return jnp.arange(size, dtype=jnp.int32) if meaning is None else meaning(axis, size)
+    return _meaning("index", lambda axis, size: jnp.arange(size, dtype=jnp.int32))(axis, size)
 
 
 def total(x: Any, axes: tuple[str, ...] = ("rows", "sequence")) -> Any:
@@ -119,17 +113,16 @@ def total(x: Any, axes: tuple[str, ...] = ("rows", "sequence")) -> Any:
     Unbound, the part is the whole. No gradient flows through it: each part would add its own of a
     sum that all of them see.
     """
-    return _apply("total", jax.lax.stop_gradient(x), axes)
+    return _meaning("total")(jax.lax.stop_gradient(x), axes)
 
 
 def local(x: Any) -> Any:
     """`x`, a pytree, made of rows of one part of the batch alone, where that is meant.
 
     So are a part's own statistics, or comparisons of its own rows. Without this mark, a loss whose
-    rows look at each other is an error where they are divided; what `x` makes of the batch is then
-    taken for the part's own.
+    rows look at each other is an error where they are divided.
     """
-    return _apply("local", x)
+    return _meaning("local")(x)
 
 
 def experts(
@@ -157,10 +150,9 @@ def experts(
 
     A meaning receives the same, with the experts' weights that one device has.
     """
-    meaning = _MEANINGS.get().get("experts")
-    if meaning is None:
-        # Imported here: that room knows marks, and these know of it no more than this.
-        from shardwise.experts import on_one_device as meaning
+    from shardwise.experts import on_one_device  # here, since that room knows marks
+
+    meaning = _meaning("experts", on_one_device)
     return meaning(x, chosen, weights, apply, stacked, experts, capacity, index)
 
 
@@ -216,7 +208,7 @@ def attend(
 
     A meaning receives the same; where it cuts the sequence, `places` are of its own tokens.
     """
-    return _MEANINGS.get().get("attend", _attend)(q, k, v, places, mask)
+    return _meaning("attend", _attend)(q, k, v, places, mask)
 
 
 def seen(query: Places, key: Places, mask: Callable) -> jax.Array:
@@ -243,14 +235,13 @@ _KERNELS = re.compile(r".*\bkernels((?: \w+=\d+)+)")
 def turns(times: int | Sequence[int], of: int = 1) -> AbstractContextManager:
     """The scope of a loop whose body runs `times` in `of` runs of the loop.
 
-    A task of a pipeline of 22 ticks is such a loop, of one turn or none; if it runs 8 times on the
-    first device, and never on the second:
+    So does a task of a pipeline of 22 ticks that runs 8 times on the first device, and never on the
+    second:
 
         with marks.turns([8, 0], of=22):
             carry = jax.lax.fori_loop(0, is_now.astype(int), body, carry)
 
-    Of devices that differ (`times` of each, in one order in all scopes of a program), the one that
-    does most is counted.
+    Of devices that differ (in one order in all scopes of a program), the one that does most counts.
     """
     each = [times] if isinstance(times, int) else times
     return jax.named_scope(f"turns {','.join(str(int(n)) for n in each)} of {of}")
@@ -272,9 +263,6 @@ def kernels(**flops: int) -> AbstractContextManager:
 
 def kernel_said(name: str) -> int | None:
     """The FLOPs of a kernel by its operation's name; None if not said."""
-    if said := _KERNELS.match(name):
-        within = name[said.end() :]
-        for part, flops in re.findall(r"(\w+)=(\d+)", said[1]):
-            if part in within:
-                return int(flops)
-    return None
+    said = _KERNELS.match(name)
+    told = re.findall(r"(\w+)=(\d+)", said[1]) if said else []
+    return next((int(flops) for part, flops in told if part in name[said.end() :]), None)

@@ -35,15 +35,10 @@ def leaves(tree: Any) -> list[tuple[str, Any]]:
     return [("/".join(keys), leaf) for keys, leaf, _ in walk(tree)]
 
 
-def walk(
-    tree: Any, is_leaf: Callable[[Any], bool] | None = None
-) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+def walk(tree: Any, is_leaf: Callable = lambda x: False) -> Iterator[tuple[tuple, Any, Any]]:
     """(components of the path, leaf, its box or None) for each leaf of `tree`."""
-
-    def stops(x):
-        return _is_box(x) or (is_leaf is not None and is_leaf(x))
-
-    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=stops)[0]:
+    found, _ = jax.tree_util.tree_flatten_with_path(tree, lambda x: _is_box(x) or is_leaf(x))
+    for keys, leaf in found:
         above = tuple(path([key]) for key in keys)
         if not _is_box(leaf):
             yield above, leaf, None
@@ -179,9 +174,7 @@ class Owner(NamedTuple):
     axes: tuple[int | None, ...] | None
 
 
-def owners(
-    state: Any, params: Any, is_leaf: Callable[[Any], bool] | None = None
-) -> list[Owner | None]:
+def owners(state: Any, params: Any, is_leaf: Callable | None = None) -> list[Owner | None]:
     """The `Owner` of each leaf of `state`, in order; None for counters, tables and the like.
 
     `params` may hold anything with a shape; of a leaf without one (`is_leaf` says what is one in

@@ -9,10 +9,10 @@ because a reduce-scatter is the transpose of an all-gather:
     mean, grads = fsdp.value_and_grad(loss, mesh)(params, batch)   # one device's loss
     updates, opt_state = tx.update(grads, opt_state, params)
 
-`layouts.value_and_grad` and `layouts.step` call it. Parameters and gradients are plain arrays of
-their true shapes, laid out by a `rules.FSDPRule`. Two parts of a step must be manual, the gather
-and the reduction of gradients, since there the compiler's choice costs memory and bytes. The update
-is left to the compiler: any optimizer is right, one that looks at the whole tree included.
+Parameters and gradients are plain arrays of their true shapes, laid out by a `rules.FSDPRule`. Two
+parts of a step must be manual, the gather and the reduction of gradients, since there the
+compiler's choice costs memory and bytes. The update is left to the compiler: any optimizer is
+right, one that looks at the whole tree included.
 """
 
 from shardwise.fsdp.arrays import pad, rule

@@ -1,5 +1,6 @@
-"""The layout of each parameter: a rule's, as anywhere else, and which part of it is gathered."""
+"""The layout of each parameter, which part of it is gathered, and a look at how arguments lie."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import rules
 from shardwise import tree as trees
-from shardwise.fsdp.calls import looked_at
 from shardwise.mesh import axes_of, entry_of
 from shardwise.rules.rule import specs
 
@@ -20,9 +20,8 @@ Axes = str | tuple[str, ...]
 class ArrayLayout(NamedTuple):
     """One array of parameters: its true shape, its spec, and what becomes of that where it is used.
 
-    `stacked` says that axis 0 is one of layers, `cut` is the axis along which it is gathered (None:
-    it is not), and `apart` has the axes by hand along which it never is, since each device uses its
-    own part, as of experts.
+    `stacked`: axis 0 is one of layers; `cut`: the axis along which it is gathered, None if it is
+    not; `apart`: the axes by hand along which each device uses its own part, as of experts.
     """
 
     path: str
@@ -66,28 +65,22 @@ def rule(axis: Axes = "fsdp", **settings: Any) -> rules.FSDPRule:
     return rules.FSDPRule(axis, **dict(min_size=0, pick="first", uneven="replicate") | settings)
 
 
-def pad(batch: dict, n: int, mask: str = "mask") -> dict:
-    """`batch` with masked rows added, up to a multiple of `n` rows.
+def pad(batch: dict, n: int) -> dict:
+    """`batch` with rows of zeros added, up to a multiple of `n` rows.
 
     Raises:
-      ValueError: `batch` is not a dict with a mask, whose zeros make the added rows count nothing.
+      ValueError: `batch` is not a dict with a "mask", by which the added rows count nothing.
     """
-    if not isinstance(batch, dict) or mask not in batch:
+    if not isinstance(batch, dict) or "mask" not in batch:
         raise ValueError(
-            f"fsdp.pad: expected a dict with {mask!r}, by which the loss counts only real rows; "
+            f"fsdp.pad: expected a dict with 'mask', by which the loss counts only real rows; "
             f"got {sorted(batch) if isinstance(batch, dict) else type(batch).__name__}."
         )
-    missing = -len(batch[mask]) % n
+    missing = -len(batch["mask"]) % n
     return jax.tree.map(lambda x: jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)), batch)
 
 
-def array_layouts(
-    tree: Any,
-    rule: rules.FSDPRule,
-    mesh: Mesh,
-    apart: Callable[[Any, Mesh], Any] | None = None,
-    leave_out: Sequence[str] = (),
-) -> tuple[ArrayLayout, ...]:
+def array_layouts(tree, rule: rules.FSDPRule, mesh: Mesh, apart=None, leave_out=()) -> tuple:
     """The ArrayLayout, by `rule`, of each array of `tree`, which may be abstract.
 
     `apart`, a rule too, tells which of the axes that `rule` cuts are never gathered. The mesh axes
@@ -105,10 +98,7 @@ def array_layouts(
 
 
 def laid_out(run: Any, rule: rules.FSDPRule, mesh: Mesh, who: str) -> Callable:
-    """`run`, a jitted function of parameters first, that refuses parameters laid out otherwise.
-
-    Arrays that a jit around it traces do not tell how they lie, and are left alone.
-    """
+    """`run`, a jitted function of parameters first, that refuses parameters laid out otherwise."""
 
     def look(params, *args, **options):
         shardings = jax.tree.leaves(rules.shardings(rule, params, mesh))
@@ -132,3 +122,33 @@ def without(spec: P, axes: Sequence[str]) -> P:
     """The spec without these mesh axes."""
     kept = (tuple(name for name in axes_of(entry) if name not in axes) for entry in spec)
     return P(*map(entry_of, kept))
+
+
+def around(run: Callable, call: Callable) -> Callable:
+    """`call` in the place of `run`, as which it is lowered and traced."""
+    for way in ("lower", "trace"):
+        if hasattr(run, way):
+            setattr(call, way, getattr(run, way))
+    return functools.update_wrapper(call, run)
+
+
+def looked_at(
+    run: Callable, look: Callable, kind: Callable, of: Callable = lambda *args, **options: args
+) -> Callable:
+    """`run`, before which `look` sees the arguments, once for each kind of what `of` takes of them.
+
+    Kinds are told by structure and by `kind(x)` of each array. Within a trace of the caller's
+    nothing is looked at.
+    """
+    known = set()
+
+    def call(*args, **options):
+        leaves, structure = jax.tree.flatten((of(*args, **options), options))
+        if not any(isinstance(x, jax.core.Tracer) for x in leaves):
+            told = structure, *map(kind, leaves)
+            if told not in known:
+                look(*args, **options)
+                known.add(told)
+        return run(*args, **options)
+
+    return around(run, call)

@@ -59,9 +59,7 @@ def cast(x: jax.Array, dtype: Any) -> jax.Array:
     return x if dtype is None else x.astype(dtype)
 
 
-def gather(
-    xs: Sequence[jax.Array], hows: Sequence[How | None], wholes: Sequence[jax.Array] | None
-) -> list[jax.Array]:
+def gather(xs: Sequence[jax.Array], hows: Sequence, wholes: Sequence | None) -> list[jax.Array]:
     """The arrays whole; their gradients come back reduced, in shares of the arrays' own dtypes.
 
     An array without a `How` stays as it is. `wholes` are the arrays if they were gathered before.

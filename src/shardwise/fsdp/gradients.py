@@ -10,11 +10,10 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import marks, rules
 from shardwise import mesh as meshes
-from shardwise.fsdp.arrays import ArrayLayout, array_layouts, laid_out
+from shardwise.fsdp.arrays import array_layouts, laid_out
 from shardwise.fsdp.arrays import rule as rule_along
 from shardwise.fsdp.gathering import How, all_gather, cast, gather, scatter
-from shardwise.fsdp.reads import reads
-from shardwise.fsdp.using import late, numbered, use_of
+from shardwise.fsdp.using import late, numbered, reads, use_of
 from shardwise.mesh import axes_of, check_axes
 from shardwise.objective.division import Division
 from shardwise.objective.gradients import mean_and_grads
@@ -43,8 +42,7 @@ def value_and_grad(
     The loss is written for one device: it, `has_aux`, `aux` and `microbatches` are as in
     `objective.value_and_grad`, but that rows of "concatenate" stay cut. `params` lie as `rule` says
     (`rules.place(params, rule, mesh)`), and so does the gradient; the rows of `batch` are cut over
-    `replicate` and the rule's axis, and `args` are the same on every device. Whether rows look at
-    each other in the loss, `objective.check` tells, and the first call of what `layouts` returns.
+    `replicate` and the rule's axis, and `args` are the same on every device.
 
     A stacked array is gathered at `marks.use`, one layer at a time, and until then must not be
     read. If the layer is rematerialised (`jax.checkpoint` around the body that calls `use`), it is
@@ -55,8 +53,7 @@ def value_and_grad(
     Other axes of the mesh are left to the compiler: parameters may be laid out over them
     (the rule's `over=`), and activations, by the loss itself or by a meaning of `marks.constrain`.
 
-    The function is jitted, and may be called within another jit, where nothing tells how arrays
-    lie: it takes them to lie as `rule` says.
+    The function is jitted; within another jit it takes parameters to lie as `rule` says.
 
     Args:
       rule: how parameters are cut; or the mesh axis alone, or several, together one, along which
@@ -66,8 +63,7 @@ def value_and_grad(
         over them too.
       columns: mesh axes over which the sequence is cut, axis 1 of each array of the batch that has
         two or more. Tokens then see each other in `marks.attend` alone, by a meaning that knows
-        these axes (`objective.check` with the way "sequence" tells); the loss has to return an
-        `objective.Mean`.
+        these axes; the loss has to return an `objective.Mean`.
       order: (sequence, parts) to the order in which the sequence is cut, as `context.zigzag`.
       meanings: of marks, {mark: meaning}, such as attend=context.ring("context").
       who: the function that was called, which errors name.
@@ -80,9 +76,8 @@ def value_and_grad(
     Raises, when called:
       ValueError: an axis that the mesh lacks, parameters that lie otherwise, rows or a sequence
         that do not divide, a stacked array that is read outside `use`, a further mesh axis that
-        nothing uses, so that all work would be repeated along it.
+        nothing uses; what `objective` says of a loss in several parts.
       TypeError: an array that has no gradient, or the loss returns something else.
-      ValueError, TypeError: what `objective` says of a loss in several parts.
     """
     given, mesh = mesh, meshes.auto(mesh)
     rule = rule if isinstance(rule, rules.FSDPRule) else rule_along(rule)
@@ -91,7 +86,7 @@ def value_and_grad(
     if zero not in (1, 2, 3):
         raise ValueError(f"{who}: zero={zero}; expected 1, 2 or 3.")
     division = Division(rows, columns, microbatches, mesh, order, who)
-    device = _Device(loss, division, zero, dtype, reduce_dtype, has_aux, aux)
+    settings = loss, division, zero, dtype, reduce_dtype, has_aux, aux
 
     def loss_and_grad(params, batch, *args, key=None):
         arrays = array_layouts(params, rule, mesh, apart)
@@ -101,12 +96,12 @@ def value_and_grad(
         specs = [array.manual for array in arrays]
         shapes = []  # of the auxiliary outputs, which are known once the loss is traced
         manual = jax.shard_map(
-            functools.partial(device, arrays, structure, shapes),
+            functools.partial(_on_device, settings, arrays, structure, shapes),
             mesh=mesh,
             in_specs=(specs, *cut, P(), P()),
             out_specs=(P(), (P(), P(rows)), specs),
             axis_names={*rows, *columns},
-            check_vma=False,  # every sum over devices is written out, in _Device
+            check_vma=False,  # every sum over devices is written out, in _on_device
         )
         with marks.bind(**meanings or {}):
             value, parts, grads = manual(leaves, batch, numbers, args, key)
@@ -122,80 +117,68 @@ def value_and_grad(
     return meshes.for_caller(run, given, specs)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Device:
+def _on_device(settings, layouts, structure, shapes, shards, batch, numbers, args, key):
     """The loss and gradient of one device's rows, and every sum over devices."""
+    own, division, zero, dtype, reduce_dtype, has_aux, aux = settings
+    mesh, m = division.mesh, division.microbatches
+    hows = [How.of(array, mesh, dtype, reduce_dtype, division.axes) for array in layouts]
+    parts = [split(tree, m) for tree in (batch, numbers)]
+    once = zero == 1 and m > 1  # scattered when all are summed
 
-    loss: Callable
-    division: Division
-    zero: int
-    dtype: Any
-    reduce_dtype: Any
-    has_aux: bool
-    aux: Any
+    def loss(arrays, batch, *args, **key):
+        return own(jax.tree.unflatten(structure, arrays), batch, *args, **key)
 
-    def __call__(self, layouts, structure, shapes, shards, batch, numbers, args, key):
-        division, mesh, m = self.division, self.division.mesh, self.division.microbatches
-        settings = mesh, self.dtype, self.reduce_dtype, division.axes
-        hows = [How.of(array, *settings) for array in layouts]
-        parts = [split(tree, m) for tree in (batch, numbers)]
-        once = self.zero == 1 and m > 1  # scattered when all are summed
+    first = jax.tree.map(lambda x: x[0], parts[0])
+    options = {} if key is None else {"key": key}
+    within = [None] * len(hows) if once else hows  # the loss's own
+    dtypes = [dtype or x.dtype for x in shards]
+    found = reads(loss, layouts, mesh, within, dtypes, first, args, options)
+    _check_axes(division, layouts, found)
+    at_use = within if zero == 3 else late(found, layouts, within)
+    use = use_of(found, layouts, mesh, at_use)
+    now = [None if later else how for how, later in zip(within, use.deferred, strict=True)]
+    inputs, wholes = shards, None  # it is differentiated in the inputs
+    if zero < 3:  # gather once for all microbatches
+        inputs = wholes = all_gather(shards, hows)
+        if not once:
+            each = zip(shards, layouts, use.deferred, strict=True)
+            inputs = [numbered(x, s) if later else x for x, s, later in each]
+            use = dataclasses.replace(use, wholes=wholes)
 
-        def loss(arrays, batch, *args, **key):
-            return self.loss(jax.tree.unflatten(structure, arrays), batch, *args, **key)
+    def whole(inputs, batch, *args, **key):
+        if m > 1:
+            # The TPU's compiler would take scatters out of the loop that adds up their shares,
+            # and its libtpu 0.0.41 fails at it (while_loop_all_reduce_code_motion.cc).
+            inputs = jax.lax.optimization_barrier(inputs)
+        pairs = zip(gather(inputs, now, wholes), use.deferred, strict=True)
+        arrays = [x if later else cast(x, dtype) for x, later in pairs]
+        with marks.bind(use=use):
+            return loss(arrays, batch, *args, **key)
 
-        first = jax.tree.map(lambda x: x[0], parts[0])
-        options = {} if key is None else {"key": key}
-        within = [None] * len(hows) if once else hows  # the loss's own
-        dtypes = [self.dtype or x.dtype for x in shards]
-        found = reads(loss, layouts, mesh, within, dtypes, first, args, options)
-        self._check_axes(layouts, found)
-        at_use = within if self.zero == 3 else late(found, layouts, within)
-        use = use_of(found, layouts, mesh, at_use)
-        now = [None if later else how for how, later in zip(within, use.deferred, strict=True)]
-        inputs, wholes = shards, None  # it is differentiated in the inputs
-        if self.zero < 3:  # gather once for all microbatches
-            inputs = wholes = all_gather(shards, hows)
-            if not once:
-                each = zip(shards, layouts, use.deferred, strict=True)
-                inputs = [numbered(x, s) if later else x for x, s, later in each]
-                use = dataclasses.replace(use, wholes=wholes)
+    value, extra, grads = mean_and_grads(whole, inputs, *parts, args, key, division, has_aux, aux)
+    if once:
+        grads = scatter(grads, hows)
+    groups = zip(grads, layouts, shards, strict=True)
+    grads = [_sum(division, g, array).astype(x.dtype) for g, array, x in groups]
+    shapes += [ways(aux, extra), jax.tree.structure(extra)]
+    return value, division.over_devices(jax.tree.leaves(extra), shapes[0]), grads
 
-        def whole(inputs, batch, *args, **key):
-            if m > 1:
-                # The TPU's compiler would take scatters out of the loop that adds up their shares,
-                # and its libtpu 0.0.41 fails at it (while_loop_all_reduce_code_motion.cc).
-                inputs = jax.lax.optimization_barrier(inputs)
-            pairs = zip(gather(inputs, now, wholes), use.deferred, strict=True)
-            arrays = [x if later else cast(x, self.dtype) for x, later in pairs]
-            with marks.bind(use=use):
-                return loss(arrays, batch, *args, **key)
 
-        settings = division, self.has_aux, self.aux
-        value, aux, grads = mean_and_grads(whole, inputs, *parts, args, key, *settings)
-        if once:
-            grads = scatter(grads, hows)
-        groups = zip(grads, layouts, shards, strict=True)
-        grads = [self._sum(g, array).astype(x.dtype) for g, array, x in groups]
-        shapes += [ways(self.aux, aux), jax.tree.structure(aux)]
-        aux = division.over_devices(jax.tree.leaves(aux), shapes[0])
-        return value, aux, grads
+def _check_axes(division, layouts, found):
+    """Raise for a mesh axis that nothing uses."""
+    used = {*division.axes, *found.mesh_axes}
+    used.update(name for array in layouts for name in jax.tree.leaves(array.beside))
+    for name, size in division.mesh.shape.items():
+        if size > 1 and name not in used:
+            raise ValueError(
+                f"{division.who}: nothing is laid out over the mesh axis {name!r} of size {size}, "
+                f"so that all work would be done {size} times. Cut rows over it, with replicate="
+                f"({name!r},), or data={name!r} in a layout; or lay out parameters over it, with "
+                f"over=rule, or activations, by a constraint in the loss."
+            )
 
-    def _check_axes(self, layouts, found):
-        """Raise for a mesh axis that nothing uses."""
-        used = {*self.division.axes, *found.mesh_axes}
-        used.update(name for array in layouts for name in jax.tree.leaves(array.beside))
-        for name, size in self.division.mesh.shape.items():
-            if size > 1 and name not in used:
-                raise ValueError(
-                    f"{self.division.who}: nothing is laid out over the mesh axis {name!r} of size "
-                    f"{size}, so that all work would be done {size} times. Cut rows over it, with "
-                    f"replicate=({name!r},), or data={name!r} in a layout; or lay out parameters "
-                    f"over it, with over=rule, or activations, by a constraint in the loss."
-                )
 
-    def _sum(self, grad, array: ArrayLayout):
-        """The gradient summed over devices that hold copies: all, for an array that is not cut."""
-        cut = {*jax.tree.leaves(tuple(array.manual))}
-        axes = tuple(name for name in self.division.axes if name not in cut)
-        return jax.lax.psum(grad, axes) if axes else grad
+def _sum(division, grad, array):
+    """The gradient summed over devices that hold copies: all, for an array that is not cut."""
+    axes = tuple(n for n in division.axes if n not in jax.tree.leaves(tuple(array.manual)))
+    return jax.lax.psum(grad, axes) if axes else grad

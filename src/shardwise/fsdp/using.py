@@ -1,24 +1,135 @@
-"""The meaning of `marks.use` under FSDP: what it makes whole, and how.
+"""The meaning of `marks.use` under FSDP, and the places where a loss reads its parameters.
+
+A parameter that is given in shares may be read only at `use`, which gathers it; on the way there it
+may be sliced along its layers, carried into scans and jitted blocks, and cast. In shares, another
+read can give a number without an error, by broadcasting. So a trace is made at true shapes, of one
+device; `use` leaves a name in it, and every parameter is followed to where it is read.
 
 Where all is gathered before the loss (ZeRO 1 and 2), gradients are scattered at `use` all the same,
-so that one layer's at a time is whole. The loss has to be differentiated in shares for that: in
-their place it gets arrays of these shapes that hold nothing but the number of each layer, by which
-`use` finds the layer in what is gathered.
+one layer's at a time. The loss is differentiated in shares for that: in their place it gets arrays
+of the numbers of layers, by which `use` finds a layer in what is gathered.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, PartitionSpec
 
+from shardwise import jaxprs, marks
 from shardwise import tree as trees
 from shardwise.fsdp.arrays import ArrayLayout
 from shardwise.fsdp.gathering import How, gather
-from shardwise.fsdp.reads import Reads
 
 LAYERS = 2**8  # whose numbers bfloat16 has, and wider dtypes
+MARK = "shardwise use "
+
+# What leaves the entries of one layer side by side, if their axes come out as they went in.
+CARRIED = {"broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "gather", "name"}
+CARRIED |= {"optimization_barrier", "reshape", "slice", "split", "squeeze"}
+
+
+class Reads(jaxprs.Follower):
+    """The reads of parameters in a loss, followed by labels, the numbers of those a value may be.
+
+    `uses` has for each array that `marks.use` receives its path there, its shape, and the
+    parameters that it may be; `elsewhere` says by which operation a parameter is read outside
+    `use`; `mesh_axes` are those over which the loss lays out an activation itself.
+    """
+
+    uses: list[tuple[str, tuple[int, ...], frozenset[int]]]
+    mesh_axes: set[str]
+
+    def __init__(self, inner: Sequence[tuple]):
+        self.inner = inner
+        self.owners: dict[int, frozenset[int]] = {}
+        self.elsewhere: dict[int, str] = {}
+
+    def read(self, owners, operation):
+        """Note that one of the `owners` is read by an operation other than `use`."""
+        for owner in owners:
+            self.elsewhere.setdefault(owner, operation)
+
+    def enter(self, v, owners):
+        return self._whole(v, owners, "a loop over another axis than its layers")
+
+    def through(self, eqn, given):
+        name, owners = eqn.primitive.name, jaxprs.NOTHING.union(*given)
+        mark = str(eqn.params.get("name", "")) if name == "name" else ""
+        if mark.startswith(MARK):
+            number = int(mark.removeprefix(MARK))
+            self.owners[number] = self.owners.get(number, jaxprs.NOTHING) | owners
+            return [jaxprs.NOTHING]
+        if name not in CARRIED or not owners:
+            self.read(owners, name)
+            return [jaxprs.NOTHING] * len(eqn.outvars)
+        if name == "optimization_barrier":
+            return given
+        self.read(jaxprs.NOTHING.union(*given[1:]), name)  # as an index
+        if not _keeps_inner(eqn, max(len(self.inner[i]) for i in given[0])):
+            self.read(given[0], name)
+        return [self._whole(v, given[0], name) for v in eqn.outvars]
+
+    def _whole(self, v, owners, operation):
+        """The owners whose layers this value holds whole; of any other a part is read."""
+        kept = frozenset(i for i in owners if _ends(v.aval.shape, self.inner[i]))
+        self.read(owners - kept, operation)
+        return kept
+
+
+def reads(loss: Callable, arrays, mesh: Mesh, hows, dtypes, batch, args, options) -> Reads:
+    """The `Reads`, by `loss(leaves, batch, *args, **options)`, of what has a `How`.
+
+    `dtypes` are those of the leaves; all else may be abstract.
+    """
+    given = []
+
+    def name(weights):
+        leaves = []
+        for path, x in trees.leaves(weights):
+            leaves.append(checkpoint_name(x, f"{MARK}{len(given)}"))
+            given.append((path, jnp.shape(x)))
+        return jax.tree.unflatten(jax.tree.structure(weights), leaves)
+
+    pairs = zip(arrays, dtypes, strict=True)
+    leaves = [jax.ShapeDtypeStruct(array.inside(mesh), dtype) for array, dtype in pairs]
+    with marks.bind(use=name):
+        program = jax.make_jaxpr(loss)(leaves, batch, *args, **options).jaxpr
+    labels = [jaxprs.NOTHING if how is None else frozenset([i]) for i, how in enumerate(hows)]
+    labels += [jaxprs.NOTHING] * (len(program.invars) - len(labels))
+    found = Reads([array.inner(mesh) for array in arrays])
+    for owners in found.run(program, labels):
+        found.read(owners, "the loss's output")
+    found.uses = [(*given[i], owners) for i, owners in sorted(found.owners.items())]
+    found.mesh_axes = {axis for eqn in jaxprs.every(program) for axis in _mesh_axes(eqn.params)}
+    return found
+
+
+def _keeps_inner(eqn, rank):
+    """Whether an equation leaves its last `rank` axes as they are, as far as sizes do not tell."""
+    last = eqn.outvars[0].aval.ndim - rank
+    if eqn.primitive.name == "gather":
+        numbers, operand = eqn.params["dimension_numbers"], eqn.invars[0].aval.ndim - rank
+        moved = (*numbers.start_index_map, *numbers.operand_batching_dims)
+        kept = tuple(numbers.offset_dims[len(numbers.offset_dims) - rank :])
+        return all(i < operand for i in moved) and kept == tuple(range(last, last + rank))
+    if eqn.primitive.name == "broadcast_in_dim":
+        dims = eqn.params["broadcast_dimensions"]
+        return tuple(dims[len(dims) - rank :]) == tuple(range(last, last + rank))
+    return True
+
+
+def _mesh_axes(params):
+    """The mesh axes in the specs and shardings of one equation."""
+    for x in jax.tree.leaves(list(params.values()), is_leaf=lambda x: isinstance(x, PartitionSpec)):
+        spec = x if isinstance(x, PartitionSpec) else getattr(x, "spec", ())
+        yield from (name for name in jax.tree.leaves(tuple(spec)) if isinstance(name, str))
+
+
+def _ends(shape, tail):
+    return len(tail) <= len(shape) and tuple(shape[len(shape) - len(tail) :]) == tuple(tail)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # of one trace: nothing cached elsewhere fits
@@ -36,8 +147,8 @@ class Use:
     wholes: Sequence[jax.Array] | None = None
 
     def __call__(self, weights):
-        flat, structure = trees.leaves(weights), jax.tree.structure(weights)
-        xs, told = [x for _, x in flat], [self._told(path, jnp.shape(x)) for path, x in flat]
+        xs, structure = jax.tree.flatten(weights)
+        told = [self._told(path, jnp.shape(x)) for path, x in trees.leaves(weights)]
         hows, wholes = [how for how, _ in told], None
         if self.wholes is not None:
             pairs = zip(xs, told, strict=True)
@@ -64,11 +175,7 @@ class Use:
                 f"zero=3."
             )
         numbers = x[(..., *[0] * (whole.ndim - 1))].astype(jnp.int32)
-        if numbers.ndim:
-            found = whole[numbers]
-        else:
-            found = jax.lax.dynamic_index_in_dim(whole, numbers, keepdims=False)
-        return found.astype(x.dtype) if how.dtype is None else found
+        return whole[numbers].astype(x.dtype) if how.dtype is None else whole[numbers]
 
 
 def numbered(share: jax.Array, array: ArrayLayout) -> jax.Array:
@@ -78,9 +185,7 @@ def numbered(share: jax.Array, array: ArrayLayout) -> jax.Array:
     return jax.lax.broadcasted_iota(share.dtype, share.shape, 0)
 
 
-def use_of(
-    found: Reads, arrays: Sequence[ArrayLayout], mesh: Mesh, hows: Sequence[How | None]
-) -> Use:
+def use_of(found: Reads, arrays: Sequence[ArrayLayout], mesh: Mesh, hows: Sequence) -> Use:
     """The meaning of `marks.use` for a loss that reads its parameters as `found`.
 
     Raises:
@@ -124,9 +229,7 @@ def _in_shares(shape, array, how, mesh):
     return shares, how.shifted(lead - array.stacked)
 
 
-def late(
-    found: Reads, arrays: Sequence[ArrayLayout], hows: Sequence[How | None]
-) -> list[How | None]:
+def late(found: Reads, arrays: Sequence[ArrayLayout], hows: Sequence) -> list[How | None]:
     """The `How`s of arrays whose gradients can be scattered at `use`, and None for the others:
     those that others read too, and those that it cannot tell apart by their paths.
     """

@@ -20,16 +20,6 @@ from shardwise.layouts.predicting import describe, predict
 from shardwise.layouts.training import init, place, shardings, step, value, value_and_grad, whole
 
 __all__ = [
-    "LAYOUTS",
-    "Layout",
-    "describe",
-    "init",
-    "offload",
-    "place",
-    "predict",
-    "shardings",
-    "step",
-    "value",
-    "value_and_grad",
-    "whole",
-]
+    "LAYOUTS", "Layout", "describe", "init", "offload", "place", "predict", "shardings", "step",
+    "value", "value_and_grad", "whole",
+]  # fmt: skip

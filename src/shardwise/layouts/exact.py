@@ -1,14 +1,12 @@
 """One result, bit for bit, on any mesh: blocks of rows, each computed by one device's program.
 
 What a compiler makes of a loss depends on the program around it: cut for eight devices, or beside a
-collective, the same rows round otherwise. Only one program gives the same bits. So here a batch is
-so many blocks of consecutive rows, however many devices there are; the gradient of a block, and the
-optimizer's update, are programs of one device, and each device runs them on arrays that are whole
-there. Between them arrays move, and blocks are added up as a binary tree, the lower levels on each
-device, the upper ones between devices: a move does not round, and a sum of two has one rounding.
-
-So the roles of a layout only tell how arrays lie between steps, and all of them may. Each device
-compiles its own copy of the programs.
+collective, the same rows round otherwise. So here a batch is so many blocks of consecutive rows,
+however many devices there are; the gradient of a block, and the optimizer's update, are programs of
+one device, and each device compiles and runs them on arrays that are whole there. Between them
+arrays move, and blocks are added up as a binary tree, the lower levels on each device, the upper
+ones between devices: a move does not round, and a sum of two has one rounding. So the roles of a
+layout only tell how arrays lie between steps.
 """
 
 import contextlib
@@ -22,20 +20,18 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import marks
 from shardwise import mesh as meshes
 from shardwise.layouts.layout import Layout
-from shardwise.layouts.meanings import meanings
-from shardwise.layouts.placing import abstract, cast, shardings
+from shardwise.layouts.meanings import marked
+from shardwise.layouts.placing import abstract, shardings
+from shardwise.objective.division import Division
 from shardwise.objective.gradients import of_block as part_of_block
 from shardwise.objective.means import wide
 from shardwise.objective.parts import check_params, check_rows, numbers, ways
 from shardwise.rules.placement import moved
 
 
-def mean_and_grad(
-    layout: Layout, loss: Callable, has_aux: bool, aux: Any, who: str, backward: bool = True
-) -> Callable:
+def mean_and_grad(layout: Layout, loss, has_aux, aux, who, backward=True) -> Callable:
     """A function of `(params, batch, *args, key=None)`: the mean over the batch, and its gradient.
 
     All that comes out is whole on each device, but for the rows of "concatenate". Gradients have
@@ -45,16 +41,13 @@ def mean_and_grad(
       ValueError: rows that are no multiple of the blocks; a call within a program of the caller's.
     """
     mesh, blocks = layout.auto, layout.exact
+    division = Division(microbatches=blocks, who=who)
     whole, cut = NamedSharding(mesh, P()), NamedSharding(mesh, P(mesh.axis_names))
-
-    def used(params, *args, **options):
-        return loss(cast(layout, params), *args, **options)
+    used = marked(layout, loss)
 
     def of_block(count, params, args, key, batch, rows, number):
-        given = used, params, batch, rows, args, key, number[0], blocks, who, has_aux
-        with marks.bind(**meanings(layout)):
-            parts = part_of_block(*given, count, backward)
-        return _by_way(aux, functools.partial(_part, blocks), parts)
+        given = params, batch, rows, args, key, number[0], division, has_aux, count, backward
+        return _by_way(aux, functools.partial(_part, blocks), part_of_block(used, *given))
 
     of_block, joined = jax.jit(of_block), jax.jit(functools.partial(_by_way, aux, _joined))
 

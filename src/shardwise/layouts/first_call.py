@@ -1,19 +1,18 @@
 """The first call of a layout's function: what is looked at before anything runs.
 
 With real arrays the loss is judged, and then divided. With stages, so is what was compiled: devices
-of one stage run a task together, and those of other stages run another meanwhile. So within a task
-only collectives among the former can meet. A permute names pairs, and still all devices of the mesh
-wait for it on CPU; a group that leaves its stage waits for good.
+of one stage run a task together, and those of others another meanwhile, so that within a task only
+collectives of one stage can meet. For a permute, of pairs, all devices of the mesh wait on CPU.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
-from shardwise.fsdp.calls import Around, looked_at
+from shardwise.fsdp.arrays import around, looked_at
 from shardwise.layouts.layout import Layout
 from shardwise.marks import turns_said
 from shardwise.measure import hlo
@@ -21,37 +20,25 @@ from shardwise.measure.hlo import Instruction, Program
 from shardwise.objective import beforehand
 
 
-def judged(
-    run: Callable, layout: Layout, loss: Callable, has_aux: bool, aux: Any, who: str
-) -> Callable:
+def judged(run: Callable, layout: Layout, loss: Callable, has_aux, aux, who: str) -> Callable:
     """`run`, of `(params, ..., batch, *args, key=None)`, whose loss is judged when first called."""
     waits, place = True, 1 if who == "layouts.step" else 0  # of the batch
 
-    def call(run, params, *args, key=None):
+    def call(params, *args, key=None):
         nonlocal waits
         reason = None
         if waits:
-            waits = False
-            batch, *further = args[place:]
+            waits, (batch, *further) = False, args[place:]
             reason = judge(layout, loss, params, batch, tuple(further), key, has_aux, aux)
         out = run(params, *args, key=key)  # which raises what is wrong with the loss itself
         if reason is not None:
             warn(reason, who)
         return out
 
-    return Around(run, call)
+    return around(run, call)
 
 
-def judge(
-    layout: Layout,
-    loss: Callable,
-    params: Any,
-    batch: Any,
-    args: tuple = (),
-    key: Any = None,
-    has_aux: bool = False,
-    aux: Any = "sum",
-) -> str | None:
+def judge(layout, loss, params, batch, args=(), key=None, has_aux=False, aux="sum") -> str | None:
     """The reason why a loss was not judged; None where it divides as the layout divides its batch.
     `Indivisible` where it does not.
     """
@@ -87,9 +74,7 @@ def warn(reason: str, who: str) -> None:
 
 
 def checked(run: Callable, layout: Layout, who: str) -> Callable:
-    """`run`, jitted, which refuses a collective within a task that would wait for other stages;
-    within another trace, as it is. It is looked at where a compiler has axes beside stages.
-    """
+    """`run`, jitted, which refuses a collective within a task that would wait for other stages."""
     by_hand = (*layout.stage, *(layout.divided if layout.by_hand else ()))
     others = [name for name in layout.mesh.axis_names if name not in by_hand]
     if not layout.stage or layout.exact or layout.parts(others) == 1:
@@ -127,17 +112,15 @@ def refuse(compiled: Any, layout: Layout, who: str) -> None:
         )
 
 
-def _within_tasks(program: Program) -> Iterator[Instruction]:
+def _within_tasks(program: Program) -> list[Instruction]:
     """All instructions within loops that `marks.turns` names."""
     every = [op for body in program.computations.values() for op in body.instructions.values()]
     waiting = [op for op in every if op.opcode == "while" and turns_said(op.source)]
     seen: set[str] = set()
-    while waiting:
-        op = waiting.pop()
+    for op in waiting:  # which grows meanwhile
         named = [op.attributes.get(key, "") for key in ("body", "condition", "to_apply", "calls")]
-        for name in (*op.branches, *(n.lstrip("%") for n in named)):
-            if name in program.computations and name not in seen:
+        for name in {*op.branches, *(n.lstrip("%") for n in named)} & program.computations.keys():
+            if name not in seen:
                 seen.add(name)
-                inner = list(program.computations[name].instructions.values())
-                waiting += inner
-                yield from inner
+                waiting += program.computations[name].instructions.values()
+    return [op for name in sorted(seen) for op in program.computations[name].instructions.values()]

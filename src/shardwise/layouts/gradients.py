@@ -1,7 +1,8 @@
 """The mean and gradient of a loss under a layout: by hand, by the compiler, in stages."""
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,33 +10,48 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import fsdp, marks, objective, pipeline, rules
+from shardwise import fsdp, objective, pipeline, rules
 from shardwise import tree as trees
-from shardwise.fsdp.arrays import laid_out, without
+from shardwise.fsdp.arrays import ArrayLayout, laid_out, without
+from shardwise.fsdp.gathering import How, all_gather, cast, scatter
+from shardwise.fsdp.using import Use, reads, use_of
 from shardwise.layouts import exact
 from shardwise.layouts.layout import Layout
-from shardwise.layouts.meanings import meanings, order
-from shardwise.layouts.placing import array_layouts, cast, expert_rule, parameter_rule
-from shardwise.layouts.shares import shares
+from shardwise.layouts.meanings import marked, meanings, order
+from shardwise.layouts.placing import array_layouts, expert_rule, parameter_rule
 from shardwise.objective.division import Division
 from shardwise.objective.parts import check_cut
+from shardwise.pipeline.program import Whole
 from shardwise.rules.rule import specs
 
 
-def mean_and_grad(
-    layout: Layout, loss: Callable, has_aux: bool, aux: Any, who: str, backward: bool = True
-) -> Callable:
+def mean_and_grad(layout: Layout, loss, has_aux, aux, who, backward=True) -> Callable:
     """The mean and gradient under a layout: a function of `(params, batch, *args, key=None)`.
 
     It is jitted, but for exact layouts. Without `backward` the gradient may be None.
     """
-    given = layout, loss, has_aux, aux, who
-    if layout.exact or layout.stage:  # no compiler sees there that a half is not read
-        return (exact.mean_and_grad if layout.exact else in_stages)(*given, backward)
-    return (by_hand if layout.by_hand else by_compiler)(*given)
+    if layout.exact:
+        return exact.mean_and_grad(layout, loss, has_aux, aux, who, backward)
+    if layout.by_hand and not layout.stage:
+        return _by_hand(layout, loss, has_aux, aux, who)
+    loss = loss if layout.by_hand else marked(layout, loss)
+    rule, mesh = parameter_rule(layout), layout.auto
+
+    def run(params, batch, *args, key=None):
+        batch = batch if layout.by_hand else _laid(layout, batch, who)
+        if layout.stage:
+            mean = _pipelined(layout, loss, has_aux, aux, who, backward, params)
+        else:
+            mean = objective.value_and_grad(loss, layout.microbatches, has_aux, aux)
+        value, grads = mean(params, batch, *args, key=key)
+        if grads is not None and (layout.tensor or not layout.by_hand):
+            grads = rules.constrain_tree(grads, rule, mesh)
+        return value, grads
+
+    return laid_out(jax.jit(run), rule, mesh, who) if layout.by_hand else jax.jit(run)
 
 
-def by_hand(layout: Layout, loss: Callable, has_aux: bool, aux: Any, who: str) -> Callable:
+def _by_hand(layout, loss, has_aux, aux, who):
     """The `fsdp.value_and_grad` of the loss, with the layout's meanings of marks."""
     return fsdp.value_and_grad(
         loss,
@@ -54,51 +70,6 @@ def by_hand(layout: Layout, loss: Callable, has_aux: bool, aux: Any, who: str) -
         meanings=meanings(layout),
         who=who,
     )
-
-
-def by_compiler(layout: Layout, loss: Callable, has_aux: bool, aux: Any, who: str) -> Callable:
-    """The loss and gradient of whole arrays, jitted; batch and activations are pinned."""
-    given = _marked(layout, loss), layout.microbatches, has_aux, aux
-    return _jitted(layout, lambda params: objective.value_and_grad(*given), who)
-
-
-def in_stages(
-    layout: Layout, loss: Callable, has_aux: bool, aux: Any, who: str, backward: bool = True
-) -> Callable:
-    """The `pipeline.value_and_grad` of the loss, jitted.
-
-    By the compiler only the axis of stages is written out. By hand rows, sequence, shares of
-    parameters and experts are too, in the same shard_map, and the tensor axis is the compiler's: a
-    task gathers the parameters that it reads and scatters their gradients; what devices have copies
-    of is summed once a step. Without `backward` the gradient is None.
-    """
-    loss = loss if layout.by_hand else _marked(layout, loss)
-    made = functools.partial(_pipelined, layout, loss, has_aux, aux, who, backward)
-    return _jitted(layout, made, who)
-
-
-def _marked(layout, loss):
-    """The loss with the layout's meanings of marks, of weights in the dtype of use."""
-
-    def marked(params, *args, **options):
-        with marks.bind(**meanings(layout)):
-            return loss(cast(layout, params), *args, **options)
-
-    return marked
-
-
-def _jitted(layout, made, who):
-    """The function that `made(params)` returns, jitted, on arrays laid out as the layout says."""
-    rule, mesh = parameter_rule(layout), layout.auto
-
-    def run(params, batch, *args, key=None):
-        batch = batch if layout.by_hand else _laid(layout, batch, who)
-        value, grads = made(params)(params, batch, *args, key=key)
-        if grads is not None and (layout.tensor or not layout.by_hand):
-            grads = rules.constrain_tree(grads, rule, mesh)
-        return value, grads
-
-    return laid_out(jax.jit(run), rule, mesh, who) if layout.by_hand else jax.jit(run)
 
 
 def _laid(layout, batch, who):
@@ -122,6 +93,13 @@ def program(layout: Layout, loss: Callable, has_aux: bool, params: Any, batch: A
 
 
 def _pipelined(layout, loss, has_aux, aux, who, backward, params):
+    """The `pipeline.value_and_grad` of the loss; without `backward` the gradient is None.
+
+    By the compiler only the axis of stages is written out. By hand rows, sequence, shares of
+    parameters and experts are too, in the same shard_map, and the tensor axis is the compiler's: a
+    task gathers the parameters that it reads and scatters their gradients; what devices have copies
+    of is summed once a step.
+    """
     mesh, within = layout.auto, {}
     if layout.by_hand:
         within = dict(
@@ -145,3 +123,94 @@ def _pipelined(layout, loss, has_aux, aux, who, backward, params):
         who=who,
         backward=backward,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares(Whole):
+    """The operations of tasks on shares of parameters, which go by their numbers.
+
+    With ZeRO 3 a task gathers what it reads, and scatters its gradients: those that the loss gives
+    to `marks.use` there, the others where it begins and ends. With 2 they are gathered once a step;
+    with 1 gradients too are scattered once.
+    """
+
+    layout: Layout
+    arrays: tuple[ArrayLayout, ...]
+    hows: tuple[How | None, ...]
+    use: Use
+
+    def received(self, tree: Any) -> Any:
+        """The parameters as the loss receives them, one device's."""
+        mesh, (leaves, structure) = self.layout.auto, jax.tree.flatten(tree)
+        return structure.unflatten(
+            jax.ShapeDtypeStruct(array.local_shape(mesh), x.dtype)
+            if late
+            else jax.ShapeDtypeStruct(array.inside(mesh), self.layout.dtype or x.dtype)
+            for late, array, x in zip(self.use.deferred, self.arrays, leaves, strict=True)
+        )
+
+    def rows(self, i: int) -> int | None:
+        how = self.hows[i]
+        return how.size if how is not None and how.cut == 0 else None
+
+    def alike(self, i: int) -> Any:
+        return self.hows[i], self.use.deferred[i], self.copied(i)
+
+    def gather(self, i: int, x: jax.Array) -> jax.Array:
+        return x if self.layout.zero == 3 else all_gather([x], [self.hows[i]])[0]
+
+    def enter(self, numbers: Sequence[int], arrays: list, reads: Sequence[int]) -> list:
+        read = {numbers[place] for place in reads}
+        hows = [self.hows[i] if i in read and self._at_ends(i) else None for i in numbers]
+        pairs = zip(numbers, all_gather(arrays, hows), strict=True)
+        return [x if self.use.deferred[i] else cast(x, self.layout.dtype) for i, x in pairs]
+
+    def leave(self, numbers: Sequence[int], grads: list) -> list:
+        now = [i for i in numbers if self._at_ends(i) or self.layout.zero == 2]
+        hows = [self.hows[i] if i in now else None for i in numbers]
+        return scatter(_at_once(grads) if any(hows) else grads, hows)
+
+    def scatter(self, i: int, g: jax.Array) -> jax.Array:
+        return scatter([g], [self.hows[i]])[0] if self.layout.zero == 1 else g
+
+    def total(self, i: int, g: jax.Array) -> jax.Array:
+        return jax.lax.psum(g, axes) if (axes := self.copied(i)) else g
+
+    def copied(self, i: int) -> tuple[str, ...]:
+        """The mesh axes along which devices have copies of a parameter, or of its share."""
+        return self.layout.copied(self.arrays[i].manual)
+
+    def _at_ends(self, i):
+        """Whether a task gathers the parameter where it begins."""
+        return self.layout.zero == 3 and not self.use.deferred[i]
+
+
+def _at_once(arrays):
+    """The same numbers, on CPU none before all are computed.
+
+    XLA:CPU begins a collective while a loop before it still runs, unless it takes data of the loop,
+    and tells those of a `shard_map` apart by nothing but their order: a scatter would be summed
+    with one of the loop's, of another shape (seen with jaxlib 0.10.1).
+    """
+
+    def tied(arrays):
+        some = [x.ravel()[0].real.astype(jnp.float32) for x in arrays if x.size]
+        zero = sum(jnp.where(jnp.isfinite(x), 0 * x, 0) for x in some)
+        return [x + zero.astype(x.dtype) for x in arrays]
+
+    return jax.lax.platform_dependent(list(arrays), cpu=tied, default=lambda arrays: arrays)
+
+
+def shares(layout: Layout, arrays: tuple, tree, loss, batch, args: tuple, options: dict) -> Shares:
+    """The `Shares` of a loss of one device's part; called where the axes by hand have names."""
+    mesh, structure = layout.auto, jax.tree.structure(tree)
+    by_hand = [name for name in mesh.axis_names if name not in layout.tensor]
+    hows = tuple(How.of(a, mesh, layout.dtype, layout.reduce_dtype, by_hand) for a in arrays)
+    at_use = hows if layout.zero == 3 else [None] * len(hows)
+
+    def of_leaves(arrays, *rest, **options):
+        return loss(jax.tree.unflatten(structure, arrays), *rest, **options)
+
+    used = [layout.dtype or x.dtype for x in jax.tree.leaves(tree)]
+    found = reads(of_leaves, arrays, mesh, at_use, used, batch, args, options)
+    return Shares(layout, arrays, hows, use_of(found, arrays, mesh, at_use))

@@ -34,9 +34,8 @@ class Layout:
       fsdp: rows are cut, and so is each parameter of `min_size` elements or more, which is gathered
         where it is used (Rajbhandari et al., 2020).
       tensor: products are cut by the logical axes in `cut`; by the compiler (Shoeybi et al., 2019).
-      expert: rows are cut, and the experts of a mixture, the logical axis "experts": tokens travel
-        to them (`shardwise.experts`). It may be an axis of `data` or `fsdp` too; on one of its own,
-        all other parameters are whole along it.
+      expert: rows are cut, and the logical axis "experts": tokens travel (`shardwise.experts`). It
+        may be an axis of `data` or `fsdp` too; along its own, all other parameters are whole.
       context: the sequence is cut, axis 1 of each array of the batch that has two or more; tokens
         see each other in `marks.attend` (Liu et al., 2023).
       stage: the layers are cut at `marks.stage_boundary`, and run by `schedule`, all stages in one
@@ -49,16 +48,14 @@ class Layout:
       min_size: arrays of fewer elements stay whole along `fsdp`.
       uneven: "replicate" leaves an array whole of which no axis divides along `fsdp`, which
         `predict` tells; "error" refuses it.
-      stacked: a predicate on the paths of arrays that have a leading axis of layers, which is never
-        cut along `fsdp`, and by hand gathered one layer at a time; by default names tell, where the
-        tree carries them (NNX metadata, Linen's boxes).
+      stacked: a predicate on the paths of arrays with a leading axis of layers, never cut along
+        `fsdp`, and by hand gathered one at a time; by default names that the tree carries tell.
       cut: the logical axes that `tensor` cuts.
       over: a rule for the tensor axis instead, for trees that carry no names.
       sequence: Megatron's sequence parallelism: between the products, activations are cut along the
         sequence over the tensor axis (Korthikanti et al., 2022).
-      attention: how `context` runs by hand: "ring", in the sequence's own order, in "striped" or
-        "zigzag" order; "all_gather"; "ulysses"; or a function of the axis to a meaning of
-        `marks.attend`.
+      attention: how `context` runs by hand: "ring", or that in "striped" or "zigzag" order;
+        "all_gather"; "ulysses"; or a function of the axis to a meaning of `marks.attend`.
       kernel: what computes attention where a device sees whole sequences, so without `context` or
         with "ulysses": a meaning of `marks.attend`, such as `context.splash()` on TPUs.
       dispatch: how tokens reach experts by hand: "all_to_all", "gather" or "ragged", or a function
@@ -69,9 +66,8 @@ class Layout:
         a step gathers them whole (`shardwise.layouts.exact`), outside of the caller's jit.
       microbatches, dtype, reduce_dtype: as in `fsdp.value_and_grad`.
       remat: a policy of `jax.checkpoint_policies`, for what the loss marks by `marks.layer`; what
-        enters a layer, its first argument, has the name "layer_input" there. `layouts.offload`
-        keeps that on the host until the backward pass, and computes all else again; other policies
-        may offload too, from "device" to "pinned_host".
+        enters a layer, its first argument, has the name "layer_input" there. Policies may offload,
+        from "device" to "pinned_host": `layouts.offload` that name, and computes all else again.
 
     Raises:
       ValueError: an axis without a role, with two, or that the mesh lacks; no such value of a
@@ -109,7 +105,9 @@ class Layout:
             object.__setattr__(self, role, (axes,) if isinstance(axes, str) else tuple(axes))
         object.__setattr__(self, "cut", tuple(self.cut))
         self._check_axes()
-        self._check_settings()
+        for wrong, why in self._mistakes():
+            if wrong:
+                raise ValueError(f"layouts.Layout: {why}")
 
     @functools.cached_property
     def auto(self) -> Mesh:
@@ -134,8 +132,7 @@ class Layout:
 
     def copied(self, spec: P) -> tuple[str, ...]:
         """Those of them along which an array that lies by this spec has copies."""
-        own = jax.tree.leaves(tuple(spec))
-        return tuple(name for name in self.divided if name not in own)
+        return tuple(name for name in self.divided if name not in jax.tree.leaves(tuple(spec)))
 
     def parts(self, axes: Sequence[str]) -> int:
         """The number of parts into which mesh axes cut together."""
@@ -151,22 +148,20 @@ class Layout:
 
     def __str__(self):
         how = f"whole in a step of {self.exact} exact blocks" if self.exact else f"by {self.by}"
-        lines = [f"Layout over {dict(self.mesh.shape)}, {how}:"]
-        for role, axes in self.roles().items():
-            lines.append(f"  {' × '.join(axes):12} ({self.size(role)})  {role}: {self._does(role)}")
-        return "\n".join(lines)
-
-    def _does(self, role):
         gathered = "gathered where it is used" if self.zero == 3 else f"ZeRO {self.zero}"
-        return {
+        between = "; between products, the sequence" if self.sequence else ""
+        does = {
             "data": "rows are cut; parameters are whole, gradients are summed",
             "fsdp": f"rows are cut, and each parameter, {gathered}",
-            "tensor": f"{', '.join(self.cut)} are cut"
-            + ("; between products, the sequence" if self.sequence else ""),
+            "tensor": f"{', '.join(self.cut)} are cut{between}",
             "expert": f"rows are cut, and experts; tokens travel by {self.dispatch}",
             "context": f"the sequence is cut; attention by {self.attention}",
             "stage": f"layers are cut into stages, run by {self.schedule}",
-        }[role]
+        }
+        lines = [f"Layout over {dict(self.mesh.shape)}, {how}:"]
+        for role, axes in self.roles().items():
+            lines.append(f"  {' × '.join(axes):12} ({self.size(role)})  {role}: {does[role]}")
+        return "\n".join(lines)
 
     def _check_axes(self):
         owner: dict[str, str] = {}
@@ -179,26 +174,19 @@ class Layout:
                         f"{role}; it can do one of them. Make the mesh with an axis more."
                     )
                 owner[name] = role
-        idle = [n for n, size in self.mesh.shape.items() if n not in owner and size > 1]
-        if idle:
-            raise ValueError(
-                f"layouts.Layout: the mesh axis {idle[0]!r} of size {self.mesh.shape[idle[0]]} has "
-                f"no role, so that all work would be done {self.mesh.shape[idle[0]]} times; give "
-                f"it one of {', '.join(ROLES)}, such as data={idle[0]!r}."
-            )
-
-    def _check_settings(self):
-        for name, values in _VALUES.items():
-            given = getattr(self, name)
-            if given not in values and not callable(given):
-                told = ", ".join(map(repr, values))
-                raise ValueError(f"layouts.Layout: {name}={given!r}; expected one of {told}.")
-        for wrong, why in self._mistakes():
-            if wrong:
-                raise ValueError(f"layouts.Layout: {why}")
+        for name, size in self.mesh.shape.items():
+            if name not in owner and size > 1:
+                raise ValueError(
+                    f"layouts.Layout: the mesh axis {name!r} of size {size} has no role, so that "
+                    f"all work would be done {size} times; give it one of {', '.join(ROLES)}."
+                )
 
     def _mistakes(self) -> Iterator[tuple[Any, str]]:
         """(whether it is made, what is wrong and what would do) of each."""
+        for name, values in _VALUES.items():
+            given, told = getattr(self, name), ", ".join(map(repr, values))
+            wrong = given not in values and not callable(given)
+            yield wrong, f"{name}={given!r}; expected one of {told}."
         yield self.microbatches < 1, f"microbatches={self.microbatches}; expected 1 or more."
         yield (
             self.exact < 0 or self.exact & (self.exact - 1) or self.exact % self.mesh.size,
@@ -207,8 +195,7 @@ class Layout:
         )
         yield (
             self.exact and self.reduce_dtype is not None,
-            "reduce_dtype= with exact=, whose blocks add up in float32 or wider; leave one of "
-            "them out.",
+            "reduce_dtype= with exact=, whose blocks add up in float32 or wider; leave one out.",
         )
         yield (
             self.sequence and not self.tensor,

@@ -2,8 +2,7 @@
 
 Left to the compiler, every product of sharded matrices is resharded: the five Newton–Schulz steps
 of Muon (Jordan et al., 2024) send an array many times over. Gathered before the first product, they
-are whole in all that follows, and the result is cut again where it is stored. That costs the memory
-and the work of one device: every device holds and multiplies all of them.
+are whole in all that follows, on each device, and the result is cut again where it is stored.
 """
 
 from collections.abc import Callable
@@ -55,5 +54,4 @@ def _multiplies(eqn):
     """Whether an equation multiplies matrices, or holds one that does; inner products do not."""
     if eqn.primitive.name == "dot_general":
         return eqn.outvars[0].aval.ndim > 0
-    within = jaxprs.within(eqn)
-    return eqn.primitive.name in _DECOMPOSITIONS or any(map(_multiplies, within))
+    return eqn.primitive.name in _DECOMPOSITIONS or any(map(_multiplies, jaxprs.within(eqn)))

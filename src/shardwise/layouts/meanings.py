@@ -5,11 +5,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import context, experts, tensor
+from shardwise import context, experts, marks, tensor
 from shardwise import mesh as meshes
 from shardwise.layouts.layout import Layout
 from shardwise.mesh import entry_of
@@ -65,9 +66,7 @@ _ENTERING_TO_HOST = jax.checkpoint_policies.save_and_offload_only_these_names(
 
 
 def offload(primitive: Any, *given: Any, **params: Any) -> Any:
-    """A policy for `Layout(remat=...)`: what enters layers waits on the host, all else is computed
-    again.
-    """
+    """A `Layout(remat=...)`: what enters layers waits on the host, all else is computed again."""
     return _ENTERING_TO_HOST(primitive, *given, **params)
 
 
@@ -118,6 +117,20 @@ def meanings(layout: Layout) -> Mapping[str, Callable]:
     elif layout.by_hand and layout.context:
         found["experts"] = experts.Exchange("local", None, entry_of(layout.context))
     return found
+
+
+def marked(layout: Layout, loss: Callable) -> Callable:
+    """The loss with the layout's meanings of marks, of weights in the dtype of use."""
+
+    def cast(x):
+        floating = layout.dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
+        return x.astype(layout.dtype) if floating else x
+
+    def of_cast(params, *args, **options):
+        with marks.bind(**meanings(layout)):
+            return loss(jax.tree.map(cast, params), *args, **options)
+
+    return of_cast
 
 
 def attention(layout: Layout) -> Callable:

@@ -107,7 +107,7 @@ def parameter_rule(layout: Layout, zero: int = 3) -> rules.FSDPRule:
 
 @contextlib.contextmanager
 def naming(who: str) -> Iterator[None]:
-    """A context in which ValueErrors name `who`, that was called; also to decorate a rule with."""
+    """A context in which ValueErrors name `who`, that was called."""
     try:
         yield
     except ValueError as error:
@@ -134,13 +134,8 @@ def shardings(layout: Layout, params: Any, tx: Any, who: str) -> Any:
     return found, rules.shardings(state_rule(layout, shapes), state, layout.auto)
 
 
-def array_layouts(
-    layout: Layout, tree: Any, leave_out: Sequence[str] = ()
-) -> tuple[arrays.ArrayLayout, ...]:
-    """The ArrayLayout by hand of each array of `tree`, which may be abstract.
-
-    Within a stage, the mesh axis of stages is left out.
-    """
+def array_layouts(layout: Layout, tree: Any, leave_out: Sequence[str] = ()) -> tuple:
+    """The ArrayLayout by hand of each array of `tree`; a stage's `leave_out` the axis of stages."""
     rule, apart = parameter_rule(layout, 1), expert_rule(layout)
     return arrays.array_layouts(tree, rule, layout.auto, apart, leave_out)
 
@@ -148,13 +143,3 @@ def array_layouts(
 def abstract(tree: Any) -> Any:
     """The shapes and dtypes of a tree's arrays."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
-
-
-def cast(layout: Layout, params: Any) -> Any:
-    """Weights in the dtype in which the layout uses them."""
-
-    def one(x):
-        floating = layout.dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
-        return x.astype(layout.dtype) if floating else x
-
-    return jax.tree.map(one, params)

@@ -28,9 +28,7 @@ class Prediction:
     def __str__(self):
         held = [f"  held  {what:12} {size:14,.0f} bytes" for what, size in self.held.items()]
         sent = [f"  sent  {' × '.join(a):12} {size:14,.0f} bytes" for a, size in self.sent.items()]
-        whole = [
-            f"  whole {path}: {size:,} bytes more than a share" for path, size in self.whole.items()
-        ]
+        whole = [f"  whole {path}: {n:,} bytes more than a share" for path, n in self.whole.items()]
         return "\n".join(["On each device:", *held, *sent, *whole])
 
 
@@ -47,29 +45,25 @@ def predict(
     """The bytes of one device, for parameters and a batch, of which shapes count.
 
     `held` has those between steps, by what (`tx` adds its state), `sent` the ring bytes of a step,
-    by mesh axes: a reduction over several at once counts once, for these together, in the mesh's
-    order, as in `measure.by_axis`. `whole` has by path what it costs that no axis of an array
-    divides along fsdp, so that it stays whole. `remat` says whether layers are rematerialised, by
-    default whether the layout does it.
+    by mesh axes: a reduction over several counts once, for these together, in the mesh's order, as
+    in `measure.by_axis`. `whole` has by path what it costs that no axis of an array divides along
+    fsdp. `remat` says whether layers are rematerialised, by default whether the layout does it.
 
     What runs along axes by hand is exact in the lowered program, and in the compiled one for CPU:
-    parameters, their gradients, attention, whose sizes are read from the parameters' logical axes,
-    heads, kv_heads and head_dim. A mixture's dispatch is left out, since it depends on what a
-    router chooses (`experts.bytes_sent`). Along the tensor axis it is Megatron's formula, with what
-    layers send again of which nothing but the input is kept, and a compiler does what it does
-    (`tensor.bytes_sent`).
+    parameters, their gradients, attention, by the parameters' logical axes heads, kv_heads and
+    head_dim. A mixture's dispatch depends on what a router chooses, and is left out
+    (`experts.bytes_sent`). Along the tensor axis it is Megatron's formula, with what layers send
+    again of which nothing but the input is kept (`tensor.bytes_sent`).
 
     By the compiler, `held` is exact, and `sent` what the layout asks for: the bytes of the same
-    roles by hand, with keys and values gathered along context. A compiler may sum where a scatter
-    would do, repeat a gather, or lay out anew what lies otherwise; what it inserted,
+    roles by hand, with keys and values gathered along context. What a compiler inserted,
     `measure.collectives` counts in the compiled program.
 
     An exact layout sends, once a step, what makes parameters and state whole on each device, and a
-    sum over all devices. With stages, the `loss` (and `has_aux`), traced as by hand and with the
-    marks for it, tells which stage reads what, and a device at the place `stage` along their axis
-    is predicted, with all stages that it has: exactly for each tick's activation and cotangent, and
-    for parameters that lie elsewhere than they are read. A parameter that the loss gives to
-    `marks.use` counts as used once in a task.
+    sum over all devices. With stages, the `loss` (and `has_aux`), traced as by hand, tells which
+    stage reads what, and a device at the place `stage` along their axis is predicted, with all
+    stages that it has. A parameter that the loss gives to `marks.use` counts as used once in a
+    task.
 
     Raises:
       ValueError: stages, and no loss; context, and parameters without these logical axes; what
@@ -78,7 +72,9 @@ def predict(
     again = (layout.remat is not None) if remat is None else remat
     with naming("layouts.predict"):
         arrays = array_layouts(layout, params)
-    shapes, sent = abstract(params), LayoutLedger(_asked(layout))
+    # What a compiler is asked for, the same layout by hand would send.
+    asked = {} if layout.by == "hand" else dict(by="hand", attention="all_gather", kernel=None)
+    shapes, sent = abstract(params), LayoutLedger(dataclasses.replace(layout, **asked))
     whole = _whole(layout, arrays, shapes, "layouts.predict")
     lie = shardings(layout, shapes, tx, "layouts.predict")
     laid = _pairs(shapes, lie if tx is None else lie[0])
@@ -138,10 +134,3 @@ def _whole(layout, arrays, shapes, who):
             stacklevel=3,
         )
     return found
-
-
-def _asked(layout):
-    """The layout by hand that sends what this one asks for."""
-    if layout.by == "hand":
-        return layout
-    return dataclasses.replace(layout, by="hand", attention="all_gather", kernel=None)

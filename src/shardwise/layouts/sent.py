@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -40,14 +40,7 @@ class LayoutLedger(Ledger):
             self.sum("gradients", layout.copied(array.manual), held * wide(x.dtype).itemsize)
         self.loss(layout.divided, staged=False)
 
-    def activations(
-        self,
-        shapes: Any,
-        batch: Any,
-        again: bool,
-        here: Sequence[Any] | None = None,
-        ends: tuple[bool, bool] = (True, True),
-    ) -> None:
+    def activations(self, shapes, batch, again: bool, here=None, ends=(True, True)) -> None:
         """Count what layers of these parameters send: attention by hand, and Megatron's sums.
 
         `here` are the shapes of what of each the device's stages read, and `ends` tells whether
@@ -71,9 +64,7 @@ class LayoutLedger(Ledger):
         if layout.tensor and "embed" in model.sizes:
             self._tensor(model, rows, length // layout.size("context"), again, *ends)
 
-    def stages(
-        self, shapes: Any, batch: Any, again: bool, loss: Callable | None, has_aux: bool, place: int
-    ) -> None:
+    def stages(self, shapes, batch, again: bool, loss, has_aux: bool, place: int) -> None:
         """Count what a device at this place along stages sends, whose program the loss tells."""
         if loss is None:
             raise ValueError(

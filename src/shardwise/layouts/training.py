@@ -37,7 +37,7 @@ def place(layout: Layout, tree: Any) -> Any:
     """One device's parameters, laid out; inside jit, they are born so.
 
     Raises:
-      ValueError: an array that a role cannot cut, by its path, with the size that would do.
+      ValueError: as `shardings`.
     """
 
     def lay(tree):
@@ -60,7 +60,7 @@ def init(layout: Layout, create: Callable, tx: Any, key: jax.Array) -> tuple[Any
     An exact layout makes them whole on a device first.
 
     Raises:
-      ValueError: as `place`.
+      ValueError: as `shardings`.
     """
 
     def make(key):
@@ -71,17 +71,11 @@ def init(layout: Layout, create: Callable, tx: Any, key: jax.Array) -> tuple[Any
         params = jax.jit(create, out_shardings=of_params)(key)
         return params, jax.jit(tx.init, out_shardings=of_state)(params)
 
-    def specs(out):
-        params, _ = out
-        return _specs(layout, params, tx)
-
-    return mesh.for_caller(make, layout.mesh, specs)(key)
+    return mesh.for_caller(make, layout.mesh, lambda out: _specs(layout, out[0], tx))(key)
 
 
 def _update(layout, tx, grads, opt_state, params, **extra):
-    """`tx.update` by the compiler, with matrices that it multiplies gathered once each; what comes
-    out lies as what went in.
-    """
+    """`tx.update` by the compiler, matrices that it multiplies gathered once; it lies as it did."""
     update = functools.partial(tx.update, **extra)
     updates, state = whole_in_products(update, layout.auto, grads, opt_state, params)
     state = rules.constrain_tree(state, state_rule(layout, params), layout.auto)
@@ -112,11 +106,7 @@ def value_and_grad(
     run = first_call.checked(run, layout, who)
     run = first_call.judged(run, layout, loss, has_aux, aux, who) if check else run
 
-    def specs(out):
-        mean, grads = out
-        return _whole(mean), _specs(layout, grads)
-
-    return mesh.for_caller(run, layout.mesh, specs)
+    return mesh.for_caller(run, layout.mesh, lambda out: (_whole(out[0]), _specs(layout, out[1])))
 
 
 def value(layout: Layout, loss: Callable, has_aux: bool = False, aux: Any = "sum") -> Callable:
@@ -156,15 +146,15 @@ def step(
     optimizer whose update takes `value=` gets the mean, and by `grad=` the gradients. `check`: as
     in `value_and_grad`.
 
+    `frozen` tells by their paths which parameters change without a gradient: of these the loss
+    returns new values, in aux, which is a dict then, as "frozen" {path: value}; of parts of the
+    batch the mean is taken. The optimizer's updates of them count for nothing.
+
     Raises, when called:
       Indivisible: a loss that is another function of parts of its batch (a ValueError).
       TypeError: an optimizer that evaluates the loss again, as a line search does; with `frozen`,
         another aux.
       ValueError: with `frozen`, new values of other paths or shapes than those parameters have.
-
-    `frozen` tells by their paths which parameters change without a gradient: of these the loss
-    returns new values, in aux, which is a dict then, as "frozen" {path: value}; of parts of the
-    batch the mean is taken. The optimizer's updates of them count for nothing.
     """
     if frozen is not None:
         loss, has_aux, aux = _apart(loss), True, ("mean", aux)
@@ -174,9 +164,8 @@ def step(
         """(mean, new values of what is frozen, gradients, what comes out beside the state)."""
         out, grads = mean_and_grad(params, batch, *args, key=key)
         mean, *rest = out if has_aux else (out,)
-        new = {}
+        new, *rest = rest[0] if frozen is not None else ({}, *rest)
         if frozen is not None:
-            new, *rest = rest[0]
             _check_new(new, params, frozen)
         return mean, new, grads, (mean, *rest)
 
@@ -205,8 +194,7 @@ def step(
 
 def _updated(tx, update, params, opt_state, mean, new, grads):
     """(params, opt_state) after `tx`'s update, with the `new` values by their paths."""
-    # Some ask for the loss, as `optax.polyak_sgd` does.
-    told = dict(value=mean, grad=grads, value_fn=_no_loss)
+    told = dict(value=mean, grad=grads, value_fn=_no_loss)  # some ask, as `optax.polyak_sgd`
     taken = inspect.signature(tx.update).parameters.values()
     if not any(each.kind is each.VAR_KEYWORD for each in taken):
         told = {each.name: told[each.name] for each in taken if each.name in told}

@@ -12,17 +12,15 @@ The division comes first: the cotangent that enters each part's backward pass is
 whole batch, so that a clipped cotangent, a small count or a float16 loss come out as on one device.
 
 **Rows that look at each other** (a contrastive loss, batch statistics, the balance of experts) are
-another function when rows are divided. `check` finds them by numbers, and so does the first call of
-what `layouts` returns: two parts of a batch together in either order, each beside itself, and alone
-(see `oracle`). It finds what a trace would hide, such as rows to which numbers of the batch point,
-kernels, and conditions on a mean, and sums that are none: a division by what the batch's values
-decide, a penalty or a mean that would be added once for each part, a scalar that is a sum over
-rows. It does not find what a loss does only beyond a threshold that none of its numbers crosses.
-Functions that divide a batch are not judged by themselves (`value_and_grad` here, those of `fsdp`
-and `pipeline`): call `check` once. The remedies: statistics of the whole batch by `marks.total`,
-exact over devices and refused with microbatches; or a layout by the compiler (`rules.jit`), which
-sees whole arrays and is exact for every loss. Where a part's own rows are meant, as in batch norm
-by device, `marks.local` says so.
+another function when rows are divided. `check` finds them by numbers (see `oracle`), and so does
+the first call of what `layouts` returns; of `value_and_grad` here, or those of `fsdp` and
+`pipeline`, nothing is judged: call `check` once. It finds what a trace would hide, such as rows to
+which numbers of the batch point, kernels, and conditions on a mean, and sums that are none: a
+division by what the batch's values decide, a penalty or a mean that would be added once for each
+part, a scalar that is a sum over rows. The remedies: statistics of the whole batch by
+`marks.total`, exact over devices and refused with microbatches; or a layout by the compiler
+(`rules.jit`), which sees whole arrays and is exact for every loss. Where a part's own rows are
+meant, as in batch norm by device, `marks.local` says so.
 
 **Microbatches**: microbatch j of m holds the rows r with r % m == j, under every strategy. A batch
 whose rows are cut over devices stays cut so in each of them.

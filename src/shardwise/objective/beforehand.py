@@ -28,13 +28,18 @@ def judge(case: Case, ways: tuple[str, ...], rows: int) -> str | None:
 
     The batch is divided in these `ways`, into parts of so many `rows`. Judging costs as little as
     numbers can: four rows in a part, which tell of a mistake as eight do, of a large model fewer
-    tokens, and what a part really has only where these do not pass. Where memory does not do,
-    there are fewer rows and then fewer tokens. A loss is judged once for the same shapes and way,
-    however many rows parts have, if as many of them tell. Simulated devices have one memory: there
-    it runs on one of them, and on others as one program by the compiler, on arrays as they are cut.
-    A loss that does not divide is `Indivisible`.
+    tokens, and what a part really has only where these do not pass, or fewer where memory does not
+    do. A loss is judged once for the same shapes and way, however many rows parts have, if as many
+    of them tell. Simulated devices have one memory: there it runs on one of them, and on others as
+    one program by the compiler, on arrays as they are cut. Else it raises `Indivisible`.
     """
-    known, shapes, sizes = _known_of(case.loss), _shapes_of(case), _sizes(case, ways, rows)
+    try:
+        known = _known.setdefault(case.loss, set())
+    except TypeError:  # it has no hash, or no weak references
+        known = set()
+    leaves, structure = jax.tree.flatten((case.params, case.batch, case.args, case.key))
+    shapes = tuple((jnp.shape(x), str(getattr(x, "dtype", x))) for x in leaves)
+    shapes, sizes = (shapes, str(structure), case.has_aux, repr(case.aux)), _sizes(case, ways, rows)
     if any(known >= {(way, size, shapes) for way in ways} for size in sizes):
         return None
     context, mesh, first = contextlib.nullcontext(), case.mesh, case.mesh.devices.flat[0]
@@ -89,10 +94,7 @@ def _sizes(case, ways, rows):
 
 
 def _fitting(case, part) -> Trials:
-    """The first program that fits into memory, of fewer and fewer rows and then tokens.
-
-    Raises MemoryError where none does.
-    """
+    """The first program that fits into memory, of fewer rows and then tokens, or MemoryError."""
     for smaller in _smaller(part, case.batch):
         try:
             trials = oracle.compiled(case, smaller)
@@ -127,16 +129,3 @@ def room(mesh: Mesh | None) -> int:
     if jax.process_count() > 1:
         free = int(np.min(multihost_utils.process_allgather(np.float64(free))))
     return free
-
-
-def _known_of(loss):
-    try:
-        return _known.setdefault(loss, set())
-    except TypeError:  # it has no hash, or no weak references
-        return set()
-
-
-def _shapes_of(case):
-    leaves, structure = jax.tree.flatten((case.params, case.batch, case.args, case.key))
-    shapes = tuple((jnp.shape(x), str(getattr(x, "dtype", x))) for x in leaves)
-    return shapes, str(structure), case.has_aux, repr(case.aux)

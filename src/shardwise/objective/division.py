@@ -21,9 +21,6 @@ class Division:
     `rows` are the axes of `mesh` by hand that cut rows, `columns` those that cut the sequence, in
     this `order`; without a mesh no axis cuts anything by hand. As a function it is the meaning of
     `marks.total` in such a part. Errors begin with `who`: what the user called.
-
-    Raises:
-      ValueError: fewer than one microbatch.
     """
 
     rows: tuple[str, ...] = ()

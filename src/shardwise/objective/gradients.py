@@ -20,11 +20,11 @@ def value_and_grad(
     """A function of `(params, batch, *args, key=None)`: the mean loss, and its gradient.
 
     On whole arrays: for one device, or for a layout by the compiler. `loss(params, batch, *args)`
-    takes `key=` too where one is given, and returns a `Mean` or a scalar (see this package's
-    docstring). With `has_aux` it returns that and a tree, and what comes back is `((mean, tree),
-    grads)`. With m microbatches the batch is taken in m parts, one after the other, with one part's
-    activations in memory; `aux` says how their trees become one: "sum", "mean", "max" or
-    "concatenate" (in the order of rows), or a prefix tree of these.
+    takes `key=` too where one is given, and returns a `Mean` or a scalar (see `objective`). With
+    `has_aux` it returns that and a tree, and what comes back is `((mean, tree), grads)`. With m
+    microbatches the batch is taken in m parts, one after the other, with one's activations in
+    memory; `aux` says how their trees become one: "sum", "mean", "max" or "concatenate" (in the
+    order of rows), or a prefix tree of these.
 
     Raises, when called:
       TypeError: outputs that are no loss.
@@ -35,7 +35,7 @@ def value_and_grad(
 
     def one(params, batch, *args, key=None):
         def mean(params):
-            out, extra = bare(params, batch, *args, **({} if key is None else {"key": key}))
+            out, extra = bare(params, batch, *args, key=key)
             return quotient(out), (out.count, extra)
 
         (value, (count, extra)), grads = jax.value_and_grad(mean, has_aux=True)(params)
@@ -51,17 +51,7 @@ def value_and_grad(
     return one if microbatches == 1 else several
 
 
-def mean_and_grads(
-    loss: Callable,
-    params: Any,
-    parts: Any,
-    rows: Any,
-    args: tuple,
-    key: Any,
-    division: Division,
-    has_aux: bool = False,
-    aux: Any = "sum",
-) -> tuple[jax.Array, Any, Any]:
+def mean_and_grads(loss, params, parts, rows, args, key, division: Division, has_aux, aux) -> tuple:
     """(mean, aux, gradients summed over the microbatches) of one device's part of a batch.
 
     `parts` and `rows` are the part's arrays and row numbers, as `split` gives them. The gradients
@@ -78,38 +68,26 @@ def mean_and_grads(
         extra = jax.tree.map(lambda x: jnp.asarray(x)[None], extra)
     else:
         whole, grads, extra = _accumulated(part, parts, rows, division)
-    if not traced.linear:  # and else 0 is what a cotangent of 0 gives
-        grads = nothing_if_empty(grads, whole.count if traced.has_count else None)
+    grads = nothing_if_empty(grads, whole.count if traced.has_count else None)
     leaves, structure = jax.tree.flatten(extra)
     extra = structure.unflatten(map(reduced, leaves, ways(aux, extra)))
     return quotient(whole).astype(traced.dtype), extra, grads
 
 
 def of_block(
-    loss: Callable,
-    params: Any,
-    batch: Any,
-    rows: Any,
-    args: tuple,
-    key: Any,
-    number: Any,
-    blocks: int,
-    who: str,
-    has_aux: bool = False,
-    count: Any = None,
-    backward: bool = True,
-) -> tuple[jax.Array, Any, Any]:
+    loss, params, batch, rows, args, key, number, division: Division, has_aux, count, backward
+) -> tuple:
     """(mean, gradients, aux) as the block of this `number` adds to the batch's, of this `count`.
 
     Without `count` it is (the block's own count, None, ()). `rows` are its row numbers. Sums are in
-    `wide` dtypes. Errors of the count begin with `who`.
+    `wide` dtypes.
 
     Raises:
       ValueError: a count that depends on the parameters, or a sum over all blocks (`marks.total`).
     """
-    with marks.bind(total=Division(microbatches=blocks)):
+    with marks.bind(total=division):
         traced = trace(loss, params, batch, rows, args, key, has_aux)
-    traced.check_count(params, who)
+    traced.check_count(params, division.who)
     part = _Part(traced, params, args, key)
     if count is None:
         return part.count(batch, rows, number), None, ()
@@ -136,9 +114,8 @@ class _Part:
 
     def key_of(self, j):
         """The key of microbatch `j`, for its count and its loss: what is drawn may be counted."""
-        if self.key is None or j is None or self.traced.by_place:
-            return self.key
-        return jax.random.fold_in(self.key, j)
+        of_all = self.key is None or j is None or self.traced.by_place
+        return self.key if of_all else jax.random.fold_in(self.key, j)
 
     def count(self, batch, rows, j):
         return widened(self.traced.count(self.params, batch, rows, self.args, self.key_of(j)))
@@ -165,18 +142,15 @@ class _Part:
 def _accumulated(part, parts, rows, division):
     """(sums of all parts, sum of the gradients, stacked aux), one microbatch after the other."""
     part.traced.check_count(part.params, division.who)
-
-    def forward_and_back(one, count):
-        (total, _), extra, backward = part.forward(*one)
-        return (total, backward(Mean(total, count))), extra
-
     steps = (parts, rows, jnp.arange(division.microbatches))
     count = division.together(jnp.sum(jax.lax.map(lambda one: part.count(*one), steps)))
-    sums = part.traced.total, part.params  # a sum of gradients is like the parameter
+    # A sum of gradients is like the parameter.
+    sums = part.traced.shapes[0].total, part.params
     zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), wide(jnp.result_type(x))), sums)
 
     def add(sums, one):
-        found, extra = forward_and_back(one, count)
+        (total, _), extra, backward = part.forward(*one)
+        found = total, backward(Mean(total, count))
         return jax.tree.map(jnp.add, sums, found), extra
 
     (total, grads), extra = jax.lax.scan(add, zeros, steps)

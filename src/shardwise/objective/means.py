@@ -21,14 +21,15 @@ class Mean(NamedTuple):
 def normal(loss: Callable, has_aux: bool = False) -> Callable:
     """`loss` with outputs of one form, `(Mean, tree)`: the tree is () without `has_aux`.
 
+    It is handed `key=` only where there is one.
+
     Raises, when called:
       TypeError: the outputs are neither a `Mean` nor a scalar, or `has_aux` does not fit them.
     """
 
-    def normalised(*args, **kwargs):
-        out, extra = loss(*args, **kwargs), ()
-        if has_aux:
-            out, extra = _with_aux(out)
+    def normalised(*args, key=None):
+        out = loss(*args, **({} if key is None else {"key": key}))
+        out, extra = _with_aux(out) if has_aux else (out, ())
         return _mean(out, has_aux), extra
 
     return normalised
@@ -69,14 +70,11 @@ def cotangents(whole: Mean) -> Mean:
 
 
 def _with_aux(out):
-    if type(out) is Mean:
+    if type(out) is Mean or not isinstance(out, tuple | list) or len(out) != 2:
+        told = "a Mean" if type(out) is Mean else _shapes(out)
         raise TypeError(
-            "The loss returned a Mean, and has_aux=True expects (Mean or scalar, tree): return "
-            "that pair, or leave has_aux out."
-        )
-    if not isinstance(out, tuple | list) or len(out) != 2:
-        raise TypeError(
-            f"The loss returned {_shapes(out)}, and has_aux=True expects (Mean or scalar, tree)."
+            f"The loss returned {told}, and has_aux=True expects (Mean or scalar, tree): return "
+            f"that pair, or leave has_aux out."
         )
     return out
 

@@ -4,12 +4,10 @@ Where rows are their own, A and B in either order (AB, BA) add up to what each m
 (AA, BB), whatever is drawn by shape. One program on the same rows rounds alike, so that this is
 exact to some 1e-7. And the mean of AB is that of A and B as parts, and so are auxiliary outputs
 that are added up. Parameters are shaken, scaled and, where they are zeros, filled; once B is zeros,
-as padding is: what one turn hides, another shows. `marks.total` and `marks.local` are constants,
-and where the sequence is cut no token sees another in `marks.attend`.
-
-What a loss does only beyond a threshold that no turn crosses (`where(mean > 1e6, ...)`) numbers do
-not show. Rows stand twice in a turn, and are zeros in one: numbers of groups that the batch brings
-must bear both, as they have to bear padding.
+as padding is: what one turn hides, another shows, but for what a loss does only beyond a threshold
+that no turn crosses (`where(mean > 1e6, ...)`). `marks.total` and `marks.local` are constants, and
+where the sequence is cut no token sees another in `marks.attend`. Rows stand twice in a turn, and
+are zeros in one: numbers of groups that the batch brings must bear both.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,9 +41,9 @@ def check(
 ) -> None:
     """Raise where the mean of two parts of `batch`, or what a row adds, is not that of both.
 
-    Give it a batch whose rows differ, in padding too. It takes some of the rows, and compiles two
-    programs for them, and two more where the sequence is divided. Of parts that draw from the key
-    by shape, rather than by place (`marks.index`), only what a row adds is compared.
+    Give it a batch whose rows differ, in padding too. It compiles two programs for some rows, and
+    two more where the sequence is divided. Of parts that draw from the key by shape, rather than by
+    place (`marks.index`), only what a row adds is compared.
 
     Args:
       aux: how the auxiliary outputs of parts become one, as in `value_and_grad`; those that are
@@ -57,8 +55,7 @@ def check(
         of the loss's own (custom_vjp) the mean tells nothing. By default, where there is one.
 
     Raises:
-      ValueError: a number that differs, with its values, what looks like it, and what to do; a
-        batch of one row; a loss that is not finite.
+      ValueError: a number that differs, and what to do; a batch of one row; a loss not finite.
       TypeError: outputs that are no loss.
     """
     unit = unit_of(batch)
@@ -111,8 +108,10 @@ def judge(trials: Trials, alone: bool) -> bool:
     splits, apart, masked = _splits(part), [], False
     if alone and not trials.pairs:
         padded = _apart(trials, splits, Turn(seed=1), padded=True)
-        masked = trials.sums == 1 and _is_masked(padded)
         apart = [*_apart(trials, splits, Turn()), *padded]
+        # Of a mean under a mask, zeros in place of one part leave the other's.
+        means = np.array([(whole.values[0], a.values[0]) for _, whole, _, (a, _) in padded])
+        masked = trials.sums == 1 and np.allclose(*means.T, rtol=1e-4, atol=0)
     if masked:  # of a mean under a mask, this tells more
         _check_parts(trials, apart, reasons.MASKED)
     for turn in () if part.sequence else TURNS:
@@ -163,12 +162,6 @@ def _apart(trials, splits, turn, padded=False):
         near = trials(turn._replace(noise=NOISE), padding=padding)
         found.append((way, whole, near, alone))
     return found
-
-
-def _is_masked(padded):
-    """Whether zeros in place of one part leave the mean of the other, as of a mean under a mask."""
-    pairs = [(whole.values[0], a.values[0]) for _, whole, _, (a, _) in padded]
-    return np.allclose(*zip(*pairs, strict=True), rtol=1e-4, atol=0)
 
 
 def _check_parts(trials, apart, reason=None):

@@ -18,8 +18,6 @@ WAYS = ("sum", "mean", "max", "concatenate")
 def split(batch: Any, m: int) -> Any:
     """Each array [rows, ...] of the batch as [m, rows/m, ...]: part j has the rows r, r % m == j.
 
-    A batch whose rows are cut over devices stays cut so in every part.
-
     Raises:
       ValueError: for m > 1, an array without rows, rows that are no multiple of m, or arrays of
         different numbers of rows, of which no rule says what belongs together.
@@ -42,10 +40,7 @@ def split(batch: Any, m: int) -> Any:
 
 
 def check_rows(batch: Any, parts: int, who: str) -> None:
-    """Raise where an array of the batch does not split into so many parts, or it has none.
-
-    Errors begin with `who`.
-    """
+    """Raise where an array of the batch does not split into so many parts, or it has none."""
     cut = f"into {parts} parts (devices times microbatches)"
     if not jax.tree.leaves(batch):
         raise ValueError(
@@ -76,7 +71,7 @@ def check_cut(who: str, what: str, size: int, parts: int, along: str) -> None:
 
 
 def check_params(params: Any, mesh: Mesh, who: str) -> None:
-    """Raise where these are no parameters for `who`, a loss's gradient over this mesh."""
+    """Raise where a parameter has no gradient, or another mesh than this one is set."""
     for path, x in trees.leaves(params):
         if not hasattr(x, "dtype") and not isinstance(x, int | float | complex):
             raise TypeError(
@@ -131,22 +126,15 @@ def meaning(rows: dict[str, jax.Array]) -> Any:
     of_size = {x.shape[0]: x for name, x in rows.items() if name != SEQUENCE}
 
     def index(axis, size):
-        if axis == "rows":
-            if size not in of_size:
-                raise ValueError(
-                    f"marks.index('rows', {size}): no array of this part of the batch has {size} "
-                    f"rows; there are arrays of {sorted(of_size)}. Ask for as many rows as the "
-                    f"model's input has."
-                )
-            return of_size[size]
-        if places is None:
+        if axis != "rows" and places is None:
             return jnp.arange(size, dtype=jnp.int32)
-        if places.shape[1] != size:
+        found = of_size if axis == "rows" else {places.shape[1]: places[0]}
+        if size not in found:
             raise ValueError(
-                f"marks.index('sequence', {size}): the sequence is cut, and this part has "
-                f"{places.shape[1]} of its entries. Ask for as many as the model's input has."
+                f"marks.index({axis!r}, {size}): this part of the batch has {sorted(found)} "
+                f"entries along its {axis}; ask for as many as the model's input has."
             )
-        return places[0]
+        return found[size]
 
     return index
 
@@ -160,15 +148,13 @@ def ways(aux: Any, tree: Any) -> list[str]:
       ValueError: a way that is none of "sum", "mean", "max" and "concatenate", or `aux` is no
         prefix of `tree`.
     """
-    aux = "sum" if aux is None else aux
     try:
-        spread = jax.tree.map(lambda way, part: [way] * len(jax.tree.leaves(part)), aux, tree)
+        found = jax.tree.leaves(jax.tree.broadcast("sum" if aux is None else aux, tree))
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"aux={aux!r} does not fit the auxiliary outputs, {jax.tree.structure(tree)}: expected "
             f"one of {', '.join(WAYS)}, or a tree of these that is a prefix of the outputs'."
         ) from error
-    found = jax.tree.leaves(spread)
     if unknown := [way for way in found if way not in WAYS]:
         raise ValueError(f"aux={unknown[0]!r}; expected one of {', '.join(WAYS)}.")
     return found
@@ -199,12 +185,11 @@ def outputs(aux: Any, tree: Any) -> list[tuple[str, Any, str]]:
     return list(zip(paths, (x for _, x in leaves), ways(aux, tree), strict=True))
 
 
-def check_outputs(aux: Any) -> None:
+def check_outputs(tree: Any) -> None:
     """Raise TypeError for a leaf that is neither an array nor a number."""
-    for keys, x in jax.tree_util.tree_flatten_with_path(aux)[0]:
+    for path, x, _ in outputs("sum", tree):
         if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
-            path = jax.tree_util.keystr(keys)
             raise TypeError(
-                f"the loss's auxiliary output {path or 'tree'} is a {type(x).__name__}; expected "
-                f"arrays and numbers, of which those of all parts become one."
+                f"the loss's auxiliary output {path} is a {type(x).__name__}; expected arrays and "
+                f"numbers, of which those of all parts become one."
             )

@@ -70,12 +70,6 @@ def filled(x: Any, axes: Any = ()) -> Any:
     return jax.tree.map(one, x)
 
 
-def own(seen: list, x: Any) -> Any:
-    """`filled` for `marks.local`; the shapes of its arrays are added to `seen`."""
-    seen += [jnp.shape(leaf) for leaf in jax.tree.leaves(x)]
-    return filled(x)
-
-
 def of_pairs(one: Any, other: Any) -> bool:
     """Whether two shapes differ along two axes or more, as those of pairs of rows do."""
     return sum(a != b for a, b in zip(one, other, strict=False)) > 1

@@ -20,19 +20,15 @@ DRAWS = {"random_bits", "random_gamma", "rng_bit_generator"}  # from a key, thei
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """The traced loss: a function of groups of arrays, and what `trace` found in it.
-
-    Calling it runs what was traced: `(Mean, aux)` of `(params, batch, rows, args, key)`.
-    """
+    """The traced loss, a function of `(params, batch, rows, args, key)`; `shapes` it returns."""
 
     closed: ClosedJaxpr
-    structure: Any
-    by_place: bool = True  # whether all draws from the key depend on marks.index
-    linear: bool = True  # whether no rule of the loss's own may turn a zero cotangent into others
+    shapes: tuple[Mean, Any]
+    by_place: bool  # whether all draws from the key depend on marks.index
 
     def __call__(self, *groups: Any) -> tuple[Mean, Any]:
         out = jaxpr_as_fun(self.closed)(*jax.tree.leaves(groups))
-        return jax.tree.unflatten(self.structure, out)
+        return jax.tree.unflatten(jax.tree.structure(self.shapes), out)
 
     @functools.cached_property
     def _count(self):
@@ -66,47 +62,31 @@ class Traced:
     @property
     def has_count(self) -> bool:
         """Whether the loss returned a `Mean`."""
-        mean, _ = jax.tree.unflatten(self.structure, range(self.structure.num_leaves))
-        return mean.count is not None
-
-    @property
-    def total(self) -> Any:
-        """The shape and dtype of the total."""
-        aval = self.closed.out_avals[0]
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+        return self.shapes[0].count is not None
 
     @property
     def dtype(self) -> Any:
         """The dtype of the mean, as one device has it."""
-        return jnp.result_type(*(x.dtype for x in self.closed.out_avals[: 1 + self.has_count]))
+        return jnp.result_type(*(x.dtype for x in jax.tree.leaves(self.shapes[0])))
 
 
-def trace(
-    loss: Callable,
-    params: Any,
-    batch: Any,
-    rows: Any,
-    args: tuple = (),
-    key: Any = None,
-    has_aux: bool = False,
-) -> Traced:
+def trace(loss: Callable, params, batch, rows, args=(), key=None, has_aux=False) -> Traced:
     """`loss(params, batch, *args)`, and `key=` where one is given, traced for one part of several.
 
     `rows` are the part's row numbers (`numbers` of the whole batch, divided as it is). All arrays
     may be abstract.
 
     Raises:
-      TypeError: outputs that are no loss, an auxiliary output that is no array, or a PRNG key among
-        `args`.
+      TypeError: outputs that are no loss, an auxiliary output that is no array, or draws from a key
+        among `args`.
       ValueError: draws of which some go by place and others by shape; one scalar, where the
         sequence is cut.
     """
-    _check_args(args)
     bare = normal(loss, has_aux)
 
     def part(params, batch, rows, args, key):
         with marks.bind(index=meaning(rows)):
-            out = bare(params, batch, *args, **({} if key is None else {"key": key}))
+            out = bare(params, batch, *args, key=key)
         check_outputs(out[1])
         return out
 
@@ -115,27 +95,9 @@ def trace(
     draws = _Draws()
     draws.run(closed.jaxpr, [label for name, tree in groups.items() for label in _of(name, tree)])
     by_place = _by_place(draws.found, rows.get(SEQUENCE))
-    linear = not any(map(_is_rule, jaxprs.every(closed.jaxpr)))
-    traced = Traced(closed, jax.tree.structure(shapes), by_place, linear)
-    if SEQUENCE in rows and not traced.has_count:
+    if SEQUENCE in rows and shapes[0].count is None:
         refuse_scalar()
-    return traced
-
-
-def _is_rule(eqn):
-    """Whether an equation has a backward rule of the loss's own, rather than a gather of shares."""
-    if not eqn.primitive.name.startswith("custom_vjp"):
-        return False
-    return not any("all_gather" in e.primitive.name for e in jaxprs.within(eqn))
-
-
-def _check_args(args: Any) -> None:
-    for keys, x in jax.tree_util.tree_flatten_with_path(args)[0]:
-        if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            raise TypeError(
-                f"a PRNG key among the loss's further arguments (args{jax.tree_util.keystr(keys)}):"
-                f" hand it over by key=, so that each part of the batch draws its own numbers."
-            )
+    return Traced(closed, shapes, by_place)
 
 
 class _Draws(jaxprs.Follower):

@@ -134,10 +134,7 @@ class Trials:
     def _abstract(self, x):
         """What `_shaken` makes of a parameter, of which nothing is made before memory is asked."""
         made = jax.eval_shape(lambda x: stand_ins.shaken(Turn(), x, self.widened), x)
-        where = stand_ins.sharding_of(x)
-        return jax.ShapeDtypeStruct(
-            made.shape, made.dtype, sharding=where, weak_type=made.weak_type
-        )
+        return made.update(sharding=stand_ins.sharding_of(x))
 
     def _shaken(self, turn):
         if self.shaken is None or self.shaken[0] != turn:
@@ -148,8 +145,7 @@ class Trials:
     @property
     def memory(self) -> int:
         """The bytes that a device needs beside what it has: one more copy of the parameters too."""
-        if (found := self.together.memory_analysis()) is None:
-            return self.held
+        found = self.together.memory_analysis()
         return self.held + found.temp_size_in_bytes + found.output_size_in_bytes
 
     @property
@@ -157,9 +153,7 @@ class Trials:
         """Whether a matrix of pairs of rows is local."""
         return any(map(stand_ins.of_pairs, *self.local.values()))
 
-    def __call__(
-        self, turn: Turn, chosen: np.ndarray | None = None, padding: Sequence[int] = ()
-    ) -> Found:
+    def __call__(self, turn: Turn, chosen=None, padding: Sequence[int] = ()) -> Found:
         """The numbers of the entries `chosen`: rows of the batch, or tokens of a sequence.
 
         As many as two parts have (by default all, in order) take the places 0, 1 and so on; of one
@@ -178,27 +172,28 @@ class Trials:
         further, structure = jax.tree.flatten((case.args, case.key))
         pairs = zip(arrays, further, strict=True)
         args, key = structure.unflatten([own if x is None else x for x, own in pairs])
-        own = {} if key is None else {"key": key}
         if self.widened:
             batch, args = widened((batch, args))
         batch = jax.tree.map(self._taken, batch)
         seen = self.local[entries] = []
+
+        def local(x):
+            seen.extend(map(jnp.shape, jax.tree.leaves(x)))
+            return stand_ins.filled(x)
+
+        rows_of = jax.tree.map(lambda x: self._arranged(x, chosen, kept), batch)
+        bound_to = dict(total=stand_ins.filled, local=local)
         if self.part.sequence:
             rows = numbers(batch, places)
+            bound_to |= dict(attend=stand_ins.attend, experts=stand_ins.to_no_expert)
         else:
             rows = jax.tree.map(lambda x: self._arranged(x, places), numbers(batch))
-        rows_of = jax.tree.map(lambda x: self._arranged(x, chosen, kept), batch)
-        bound_to: dict[str, Callable] = dict(
-            total=stand_ins.filled, local=functools.partial(stand_ins.own, seen)
-        )
-        if self.part.sequence:
-            bound_to |= dict(attend=stand_ins.attend, experts=stand_ins.to_no_expert)
         bare = normal(case.loss, case.has_aux)
 
         def of(params):
             bound = marks.bind(index=meaning(rows), **bound_to)
             with bound, jax.default_matmul_precision("float32"):
-                (total, count), extra = bare(params, rows_of, *args, **own)
+                (total, count), extra = bare(params, rows_of, *args, key=key)
             self.rounding = float(jnp.finfo(jnp.result_type(total)).eps)
             total = widened(jnp.asarray(total))
             sums = [total] if count is None else [total, jnp.asarray(count).astype(jnp.float32)]

@@ -142,8 +142,7 @@ class _Device:
         value, whole, aux = self._value(outputs)
         if not self.backward:
             return value, aux, []
-        if self.traced is None or not self.traced.linear:
-            sums = nothing_if_empty(sums, None if self.mean.count is None else whole.count)
+        sums = nothing_if_empty(sums, None if self.mean.count is None else whole.count)
         grads = zip(self.program.back(sums, leaves), leaves, strict=True)
         return value, aux, [g.astype(x.dtype) for g, x in grads]
 

@@ -20,8 +20,9 @@ from shardwise.pipeline.ticking import Ticks, ticks
 
 
 class Whole:
-    """The operations on parameters that the devices of a stage share, where these are whole or the
-    compiler's; `layouts.shares` has those by hand.
+    """The operations on parameters that the devices of a stage share, where nothing is written out.
+
+    They are whole, or the compiler's. `layouts.gradients` has those by hand.
     """
 
     def alike(self, i: int) -> Any:

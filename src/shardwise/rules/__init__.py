@@ -9,22 +9,11 @@ array that has axes.
 from shardwise.rules.compiling import jit
 from shardwise.rules.fsdp import FSDPRule
 from shardwise.rules.naming import LogicalRules, PathRules, PolicyRule
-from shardwise.rules.placement import constrain_tree, place, shardings, whole
+from shardwise.rules.placement import constrain_tree, describe, place, shardings, whole
 from shardwise.rules.rule import follow
-from shardwise.rules.table import describe
 from shardwise.tree import leaves as named_leaves
 
 __all__ = [
-    "FSDPRule",
-    "LogicalRules",
-    "PathRules",
-    "PolicyRule",
-    "constrain_tree",
-    "describe",
-    "follow",
-    "jit",
-    "named_leaves",
-    "place",
-    "shardings",
-    "whole",
-]
+    "FSDPRule", "LogicalRules", "PathRules", "PolicyRule", "constrain_tree", "describe", "follow",
+    "jit", "named_leaves", "place", "shardings", "whole",
+]  # fmt: skip

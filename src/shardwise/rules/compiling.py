@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardwise import marks, tree
 from shardwise import mesh as meshes
-from shardwise.rules.placement import constrain_tree, mesh_for_constraints, shardings
+from shardwise.rules.placement import MESH, constrain_tree, shardings
 
 
 def jit(
@@ -34,9 +34,7 @@ def jit(
     `out_rules` is the same for the result. An argument committed to another layout than `in_rules`
     gives it is an error, as with `jax.jit`; `rules.constrain_tree` within `fn` moves what lies
     elsewhere. `names` gives `marks.constrain(x, name)` a meaning within `fn`: {name: rule or spec}.
-
-    An `fn` that is jitted already is traced again, and its marks are seen; what it donates has to
-    be said here.
+    An `fn` that is jitted already is traced again; what it donates has to be said here.
 
     Where parameters are cut along two mesh axes, as by FSDP over tensor parallelism, pin
     activations, by `names` or by constraints of the model's own: left free, the compiler moves them
@@ -61,7 +59,7 @@ def jit(
 
 
 class _Jit:
-    """The jitted function; one program for each kind of call."""
+    """The jitted function, a program for each kind of call; lowered, with arguments by position."""
 
     def __init__(self, fn, mesh, in_rules, out_rules, names, donate_argnums):
         functools.update_wrapper(self, fn, updated=())
@@ -74,18 +72,7 @@ class _Jit:
         self._donated = {n % len(self._parameters) if n < 0 else n for n in numbers}
         self._programs, self._lock = {}, threading.RLock()
 
-    def __call__(self, *args, **kwargs):
-        return self._used("__call__", args, kwargs)
-
-    def lower(self, *args, **kwargs):
-        """The lowered program, as `jax.jit(fn).lower`; compiled, it takes arguments by position."""
-        return self._used("lower", args, kwargs)
-
-    def trace(self, *args, **kwargs):
-        """The traced program, as `jax.jit(fn).trace`: to lower for a platform that is not here."""
-        return self._used("trace", args, kwargs)
-
-    def _used(self, way, args, kwargs):
+    def _used(self, way, /, *args, **kwargs):
         bound = self._signature.bind(*args, **kwargs)
         names, given = tuple(bound.kwargs), (*bound.args, *bound.kwargs.values())
         leaves, structure = jax.tree.flatten(given)
@@ -98,6 +85,10 @@ class _Jit:
             return getattr(program, way)(*given)
         except ValueError as error:
             raise _explained(error, wanted, given) from error
+
+    __call__ = functools.partialmethod(_used, "__call__")
+    lower = functools.partialmethod(_used, "lower")
+    trace = functools.partialmethod(_used, "trace")
 
     def _build(self, names, given):
         """Trace once, resolve the rules by what was seen, and jit what was traced."""
@@ -128,7 +119,7 @@ class _Jit:
             return constrain_tree({name: x}, self._names.get(name))[name]
 
         bound = dict(constrain=pinned) if self._names else {}
-        with mesh_for_constraints(self._mesh), marks.bind(**bound):
+        with MESH(self._mesh), marks.bind(**bound):
             out = self._fn(*args[:count], **dict(zip(names, args[count:], strict=True)))
         if unused := set(self._names) - met:
             raise ValueError(

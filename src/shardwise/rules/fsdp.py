@@ -17,11 +17,11 @@ class FSDPRule(Rule):
 
     `axis` may be a tuple of mesh axes, together one. Of the axes that it divides the rule takes
     the largest, of equally large ones the last; with `pick="first"` the first, whose parts are
-    contiguous, so that a collective by hand need not transpose them. The stacked
-    layers are never cut: they are the axis named "layers", or the leading one of the leaves for
-    which `stacked(path)` is true. Where neither tells, as in a plain tree, the first of three axes
-    or more may be one of layers: it is cut only where no other divides, and the error asks. With
-    `over=` another rule, it cuts what that one leaves whole: `FSDPRule("fsdp", over=tensor)`.
+    contiguous, so that a collective by hand need not transpose them. Stacked layers are never cut:
+    they are the axis named "layers", or the leading one where `stacked(path)` is true. Where
+    neither tells, as in a plain tree, the first of three axes or more may be one of layers: it is
+    cut only where no other divides, and the error asks. With `over=` another rule, it cuts what
+    that one leaves whole: `FSDPRule("fsdp", over=tensor)`.
 
     Raises, when called:
       ValueError: the mesh lacks the axis, or no axis of a large array divides by it (with
@@ -51,9 +51,8 @@ class FSDPRule(Rule):
 
     def chosen(self, tree: Any, leaves: list[Leaf], mesh: Mesh) -> list[Choice]:
         check_axes(self.who, mesh, axes_of(self.axis))
-        below = [PartitionSpec()] * len(leaves)
-        if self.over is not None:
-            below = specs(self.over, tree, mesh)
+        whole = [PartitionSpec()] * len(leaves)
+        below = whole if self.over is None else specs(self.over, tree, mesh)
         return [self._cut(leaf, spec, mesh) for leaf, spec in zip(leaves, below, strict=True)]
 
     def _cut(self, leaf, spec, mesh):
@@ -68,8 +67,7 @@ class FSDPRule(Rule):
         self.check_not_factored(leaf)
         entries = [*spec, *[None] * (len(leaf.shape) - len(spec))]
         free = [i for i, entry in enumerate(entries) if entry is None]
-        fits = self._dividing(leaf, free, parts(mesh, self.axis))
-        if not fits:
+        if not (fits := self._dividing(leaf, free, parts(mesh, self.axis))):
             return Choice(spec, f"no axis divides by {self.axis!r}")
         i = fits[0] if self.pick == "first" else max(fits, key=lambda i: (leaf.shape[i], i))
         entries[i] = self.axis
@@ -94,8 +92,7 @@ class FSDPRule(Rule):
     def _dividing(self, leaf, free, size):
         """Those of the free axes that may be cut, and that `size` divides."""
         inner = [i for i in free if not self._layers(leaf, i)]
-        fits = dividing(leaf.shape, inner, size)
-        if fits:
+        if fits := dividing(leaf.shape, inner, size):
             return fits
         if self.uneven == "replicate":
             return dividing(leaf.shape, free if self._unsaid(leaf) else [], size)

@@ -7,8 +7,8 @@ from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
 
-from shardwise.mesh import axes_of, check_axes
-from shardwise.rules.rule import Choice, Rule, used_axes
+from shardwise.mesh import axes_of
+from shardwise.rules.rule import Choice, Rule
 from shardwise.tree import Leaf
 
 
@@ -17,9 +17,9 @@ class LogicalRules(Rule):
     """A table from logical axis names to mesh axes: a name, a tuple of names, or None for whole.
 
     Parameters carry the names: metadata `logical_axes` of an NNX variable, what
-    `nnx.with_partitioning` leaves there, or Linen's boxes. For plain pytrees `names` gives them, as
-    a tree of tuples. An unnamed leading axis is "layers", whole unless the
-    table says otherwise. `table | {"embed": "fsdp"}` is a variant with that entry replaced.
+    `nnx.with_partitioning` leaves there, or Linen's boxes; to plain pytrees `names`, a tree of
+    tuples, gives them. An unnamed leading axis is "layers", whole unless the table says otherwise.
+    `rules | {"embed": "fsdp"}` is a variant with that entry replaced.
 
     Raises, when called:
       ValueError: a name without an entry, a mesh axis that the mesh lacks, two names of one array
@@ -63,10 +63,6 @@ class LogicalRules(Rule):
                     )
                 owner[axis] = name
         return PartitionSpec(*entries)
-
-    def chosen(self, tree: Any, leaves: list[Leaf], mesh: Mesh) -> list[Choice]:
-        check_axes(self.who, mesh, used_axes(self.table.values()))
-        return super().chosen(tree, leaves, mesh)
 
     def choose(self, leaf: Leaf, mesh: Mesh) -> Choice:
         self.check_not_factored(leaf)
@@ -126,8 +122,7 @@ class PathRules(Rule):
 
     def choose(self, leaf: Leaf, mesh: Mesh) -> Choice:
         pattern, spec = self._first(leaf.path)
-        why = "no pattern matches" if pattern is None else f"{pattern.pattern!r} says so"
-        return Choice(spec, why)
+        return Choice(spec, f"{pattern.pattern!r} says so" if pattern else "no pattern matches")
 
     def _first(self, path):
         found = (pair for pair in self.pairs if pair[0].search(path))
@@ -166,4 +161,4 @@ class PolicyRule(Rule):
                 f"PolicyRule: for {leaf.label} the function returned {spec!r}; expected a "
                 f"PartitionSpec, P() for a replicated array."
             )
-        return Choice(spec, "the policy says so")
+        return Choice(spec)

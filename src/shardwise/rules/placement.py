@@ -1,18 +1,18 @@
-"""Rules put to work on trees: shardings, placing, gathering, constraining."""
+"""Rules put to work on trees: shardings, placing, gathering, constraining, and what they say."""
 
-import contextlib
-import contextvars
+import dataclasses
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardwise import tree as trees
-from shardwise.rules.rule import specs
+from shardwise.mesh import parts, sizes
+from shardwise.rules.rule import as_rule, short, specs
 
-_MESH = contextvars.ContextVar("shardwise_rules_mesh", default=None)
-_TRACED_UNDER = jax.make_user_context(None)  # _MESH, for JAX's caches
+MESH = jax.make_user_context(None)  # of constraints, and a part of the keys of JAX's caches
 
 
 def shardings(rule: Any, tree: Any, mesh: Mesh) -> Any:
@@ -57,14 +57,9 @@ def place(tree: Any, rule: Any, mesh: Mesh) -> Any:
 def whole(tree: Any) -> Any:
     """`tree` with each array whole on every device of its mesh, hence readable in each process."""
     leaves, structure = jax.tree.flatten(tree)
-
-    def to(x):
-        lies = getattr(x, "sharding", None)
-        return (
-            NamedSharding(lies.mesh, PartitionSpec()) if isinstance(lies, NamedSharding) else None
-        )
-
-    return structure.unflatten(moved(leaves, [*map(to, leaves)]))
+    meshes = [getattr(getattr(x, "sharding", None), "mesh", None) for x in leaves]
+    to = [NamedSharding(mesh, PartitionSpec()) if mesh is not None else None for mesh in meshes]
+    return structure.unflatten(moved(leaves, to))
 
 
 def moved(arrays: Sequence[jax.Array], to: Sequence[NamedSharding | None]) -> list[jax.Array]:
@@ -73,11 +68,9 @@ def moved(arrays: Sequence[jax.Array], to: Sequence[NamedSharding | None]) -> li
     In one program for a mesh: of many at once, each with its gather, simulated devices may run
     different ones, and wait for each other for ever.
     """
-    found, of_mesh = list(arrays), {}
-    for i, sharding in enumerate(to):
-        if sharding is not None:
-            of_mesh.setdefault(sharding.mesh, []).append(i)
-    for numbers in of_mesh.values():
+    found = list(arrays)
+    for mesh in dict.fromkeys(sharding.mesh for sharding in to if sharding is not None):
+        numbers = [i for i, sharding in enumerate(to) if sharding and sharding.mesh == mesh]
         move = jax.jit(_same, out_shardings=[to[i] for i in numbers])
         for i, x in zip(numbers, move([arrays[i] for i in numbers]), strict=True):
             found[i] = x
@@ -97,30 +90,93 @@ def constrain_tree(tree: Any, rule: Any, mesh: Mesh | None = None) -> Any:
     Raises:
       ValueError: no mesh is given and none is around.
     """
-    mesh = mesh or _MESH.get()
+    mesh = mesh or MESH.value
     if mesh is None:
         raise ValueError(
             "rules.constrain_tree: no mesh here; call it inside a function that rules.jit "
             "compiles, or pass mesh=."
         )
-    leaves, structure = jax.tree.flatten(tree)
-    wanted = structure.flatten_up_to(shardings(rule, tree, mesh))  # None may stand for an array
-    return structure.unflatten(
-        x if to is None else jax.lax.with_sharding_constraint(x, to)
-        for x, to in zip(leaves, wanted, strict=True)
-    )
 
+    def constrained(x, to):
+        return x if to is None else jax.lax.with_sharding_constraint(x, to)
 
-@contextlib.contextmanager
-def mesh_for_constraints(mesh):
-    """A context in which `constrain_tree` finds this mesh."""
-    token = _MESH.set(mesh)
-    try:
-        with _TRACED_UNDER(mesh):
-            yield
-    finally:
-        _MESH.reset(token)
+    return jax.tree.map(constrained, tree, shardings(rule, tree, mesh))
 
 
 def _is_rule(x):
     return x is None or callable(x) or isinstance(x, PartitionSpec | Sharding)
+
+
+_HEAD = ("path", "shape", "spec", "bytes/device", "replicated because")
+
+
+class Row(NamedTuple):
+    """One array's row: `bytes` on each device, and if every device holds it whole, why."""
+
+    path: str
+    shape: tuple
+    spec: PartitionSpec
+    bytes: int
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """The layout of a tree; prints as a table, and in a notebook is shown as one."""
+
+    rows: list
+    whole_bytes: int
+    mesh: str
+
+    @property
+    def bytes_per_device(self):
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def replicated(self):
+        """A dict from path to the reason, of each array that every device holds whole."""
+        return {row.path: row.why for row in self.rows if row.why}
+
+    def __str__(self):
+        lines = [_HEAD, *self._cells()]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        sides = zip("<<<><", widths, strict=True)
+        line = "  ".join(f"{{:{side}{width}}}" for side, width in sides)
+        return "\n".join([*(line.format(*cells).rstrip() for cells in lines), self._total()])
+
+    __repr__ = __str__
+
+    def _repr_markdown_(self):
+        code = [(f"`{c[0]}`", c[1], f"`{c[2]}`", *c[3:]) for c in self._cells()]
+        lines = [_HEAD, ("---", "---", "---", "---:", "---"), *code]
+        return "\n".join([*(f"| {' | '.join(cells)} |" for cells in lines), "", self._total()])
+
+    def _cells(self):
+        for row in self.rows:
+            shape = "×".join(map(str, row.shape)) or "scalar"
+            yield row.path, shape, short(row.spec), f"{row.bytes:,}", row.why
+
+    def _total(self):
+        whole = sum(row.bytes for row in self.rows if row.why)
+        return (
+            f"{self.bytes_per_device:,} bytes on each device of ({self.mesh}), of "
+            f"{self.whole_bytes:,} in all; {len(self.replicated)} of {len(self.rows)} arrays, "
+            f"{whole:,} bytes, are whole on every device."
+        )
+
+
+def describe(rule: Any, tree: Any, mesh: Mesh) -> str:
+    """The layout that `rule` gives `tree`: path, shape, spec and bytes per device of each array.
+
+    Says the total too, and of what stays whole on every device why. Arrays may be abstract.
+    """
+    rows, total = [], 0
+    shapes = jax.eval_shape(lambda tree: tree, tree)  # as JAX keeps them: no float64, by default
+    found = zip(trees.leaves(shapes), as_rule(rule).choices(tree, mesh), strict=True)
+    for (path, x), (spec, why) in found:
+        size = x.size * x.dtype.itemsize
+        cut = math.prod(parts(mesh, entry) for entry in spec)
+        total += size
+        why = (why or "the rule says so") if cut == 1 else ""
+        rows.append(Row(path, x.shape, spec, size // cut, why))
+    return Description(rows, total, sizes(mesh))

@@ -68,9 +68,8 @@ class Rule:
         """Raise for a factored moment, whose axes only its parameter knows."""
         if leaf.is_factored:
             raise ValueError(
-                f"{self.who}: {leaf.label} of shape {leaf.shape} is an optimizer's factored "
-                f"moment, and which axes it has kept only its parameter can tell: use "
-                f"rules.follow(rule, params)."
+                f"{self.who}: {leaf.label} of shape {leaf.shape} is a factored moment, and which "
+                f"axes it has kept only its parameter can tell: use rules.follow(rule, params)."
             )
 
     def _fit(self, leaf, choice, mesh):
@@ -109,24 +108,13 @@ class Rule:
         return Choice(PartitionSpec(*spec), why if whole else "")
 
 
-class Same(Rule):
-    """A rule of one PartitionSpec for every array that has axes."""
-
-    def __init__(self, spec):
-        self.spec, self.who = spec, short(spec)
-
-    def choose(self, leaf, mesh):
-        return Choice(self.spec, "its spec says so")
-
-
 class Function(Rule):
-    """A rule by a user's function of (tree, mesh), checked like the choices of our own rules."""
+    """A rule by any function of (tree, mesh), checked like the choices of our own rules."""
 
     names = {}  # noqa: RUF012
 
-    def __init__(self, function):
-        self.function = function
-        self.who = getattr(function, "__name__", type(function).__name__)
+    def __init__(self, function, who):
+        self.function, self.who = function, who
 
     def chosen(self, tree, leaves, mesh):
         found = jax.tree.leaves(self.function(tree, mesh), is_leaf=_is_spec)
@@ -135,7 +123,8 @@ class Function(Rule):
                 f"{self.who}: expected a PartitionSpec for each of {len(leaves)} arrays, P() for "
                 f"a replicated one; got {reprlib.repr(found)}."
             )
-        return [Choice(spec, f"{self.who} says so") for spec in found]
+        pairs = zip(leaves, found, strict=True)
+        return [ONE if leaf.size == 1 else Choice(spec) for leaf, spec in pairs]
 
 
 class Following(Rule):
@@ -183,12 +172,12 @@ def _is_spec(x):
 
 def as_rule(rule):
     """A `Rule` for `rule`: itself, a PartitionSpec, or any function of (tree, mesh)."""
-    if _is_spec(rule):
-        return Same(rule)
     if isinstance(rule, Rule):
         return rule
+    if _is_spec(rule):
+        return Function(lambda tree, mesh: [rule] * len(jax.tree.leaves(tree)), short(rule))
     if callable(rule):
-        return Function(rule)
+        return Function(rule, getattr(rule, "__name__", type(rule).__name__))
     raise TypeError(
         f"{reprlib.repr(rule)} is no rule: expected a callable rule(tree, mesh), such as "
         f"rules.FSDPRule('fsdp'), or a PartitionSpec."
