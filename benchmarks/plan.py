@@ -33,7 +33,8 @@ from shardwise.topology import child
 ROOT = pathlib.Path(__file__).parents[1]
 RECORD = ROOT / "src" / "shardwise" / "plan" / "judged.json"  # chapters read it, too
 PAGE = ROOT / "book" / "judged.md"
-CASES = {f"fitted: {n}": c for n, c in FITTED.items()} | JUDGED | drawn("tpu") | drawn("newer")
+CASES = {f"fitted: {n}": c for n, c in FITTED.items()} | JUDGED
+CASES |= drawn("tpu") | drawn("newer") | drawn("last")
 
 
 def compiled(case: Case) -> dict:

@@ -50,7 +50,7 @@ def whole(config):
 def test_those_judged_are_many_of_all_kinds_and_of_other_models(benchmark):
     fitted = benchmark.FITTED.values()
     judged = [c for n, c in benchmark.JUDGED.items() if n != "llama3-8b, products"]
-    drawn = [c for n, c in benchmark.CASES.items() if n.startswith(("tpu", "newer"))]
+    drawn = [c for n, c in benchmark.CASES.items() if n.startswith(("tpu", "newer", "last"))]
     assert not {whole(case.config) for case in judged} & {whole(case.config) for case in fitted}
     devices = {topology.chips(case.chips).devices for case in (*judged, *drawn)}
     assert {8, 192} <= devices and {case.chips.partition(":")[0] for case in drawn} >= {
@@ -59,7 +59,7 @@ def test_those_judged_are_many_of_all_kinds_and_of_other_models(benchmark):
         "v6e",
     }
     used = {role for case in (*judged, *drawn) for role in case.roles.sizes}
-    assert used == {*roles.ORDER} and len(drawn) >= 48
+    assert used == {*roles.ORDER} and len(drawn) >= 55
     assert any(case.sequence == 32_768 for case in drawn)
     assert max(case.config.vocab for case in drawn) > 250_000
     for trait in (
