@@ -189,9 +189,7 @@ def page(
 ) -> str:
     """The book's page: what the record has, beside the formula as it is."""
     told = {n: " ".join(v.told) for n, v in verdicts(cases, found, record).items()}
-    tables = {
-        n: memory_of(cases, found_of(found, n), record) for n in (*OF_TPUS, BEGUN, "fitted")
-    }
+    tables = {n: memory_of(cases, found_of(found, n), record) for n in (*OF_TPUS, BEGUN, "fitted")}
     return PAGE.format(
         dates=dates(record),
         versions=versions(record),
