@@ -16,6 +16,7 @@ from shardwise.fsdp.arrays import ArrayLayout
 from shardwise.layouts import gradients
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.meanings import attention
+from shardwise.mesh import axes_of
 from shardwise.objective.means import wide
 
 TASKS = "forward", "to_input", "to_weights"
@@ -109,9 +110,15 @@ class LayoutLedger(Ledger):
                 self._rows(program, carrier.leaf, ends, (places, places * (layout.zero == 1)))
         for i, x in enumerate(program.leaves):
             parts = 1 if program.held[i] is None else program.schedule.devices
-            size = math.prod(x.shape) // parts * wide(x.dtype).itemsize
+            size = math.prod(x.shape) // parts // self._cut(program, i) * wide(x.dtype).itemsize
             self.sum("gradients", program.shares.copied(i), size)
         self.loss(layout.divided, staged=True)
+
+    def _cut(self, program, i):
+        """The parts into which the compiler cuts a parameter along tensor, within a share."""
+        mesh, spec = self.layout.mesh, program.shares.arrays[i].spec
+        axes = [axis for entry in spec for axis in axes_of(entry) if axis in self.layout.tensor]
+        return math.prod(mesh.shape[axis] for axis in axes)
 
     def _gathered(self, elements, used, reduced, times):
         """Count `passes` of a share in the dtype `used`, and of its gradient."""
@@ -125,7 +132,7 @@ class LayoutLedger(Ledger):
             return
         used = jnp.dtype(layout.dtype or x.dtype)
         reduced = layout.reduce_dtype or (used if layout.zero > 1 or layout.dtype else wide(used))
-        size = math.prod(x.shape)
+        size = math.prod(x.shape) // self._cut(program, i)
         if ends is not None and shares.rows(i) is None:
             size = size // x.shape[0] * (ends[1] - ends[0])
         self._gathered(size, used, reduced, times)
