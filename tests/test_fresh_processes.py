@@ -58,6 +58,11 @@ def test_a_failure_says_what_all_printed():
         processes.run(unlucky, 2)
 
 
+def test_what_is_too_large_for_an_argument_is_refused():
+    with pytest.raises(ValueError, match=r"named, with its arguments .* takes 13\d,\d{3} char"):
+        processes.start(named, 0, "", "x" * 2**17)
+
+
 def test_start_leaves_the_end_to_the_caller():
     child = processes.start(ends, 7, xla_flags="--xla_dump_to=")
     assert child.communicate(timeout=1800)[0].split()[-1] == "--xla_dump_to="

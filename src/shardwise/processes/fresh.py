@@ -16,6 +16,9 @@ def command(function: Callable, *args: Any) -> list[str]:
 
     The function goes there by value, as do the arguments and what it names of its own module, of
     which nothing else is run there; other modules are imported.
+
+    Raises:
+      ValueError: that is more than an argument may have, 128 KiB on Linux.
     """
     own = sys.modules[function.__module__]
     cloudpickle.register_pickle_by_value(own)
@@ -23,7 +26,14 @@ def command(function: Callable, *args: Any) -> list[str]:
         called = cloudpickle.dumps(functools.partial(function, *args))
     finally:
         cloudpickle.unregister_pickle_by_value(own)
-    return [sys.executable, "-c", f"import pickle; pickle.loads({called!r})()"]
+    code = f"import pickle; pickle.loads({called!r})()"
+    if len(code) >= 2**17:
+        raise ValueError(
+            f"processes: {function.__name__}, with its arguments and all that it names of its "
+            f"module, takes {len(code):,} characters, and a command's argument has up to 131,071; "
+            f"let it read large arrays from a file, or make them."
+        )
+    return [sys.executable, "-c", code]
 
 
 def start(function: Callable, *args: Any, xla_flags: str = "") -> subprocess.Popen:
