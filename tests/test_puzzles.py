@@ -154,7 +154,7 @@ SOLUTIONS = {
     "order": LISTS,
     "boundaries": marked(2, 4),
     "smallest": "v5p:2x2x4",
-    "division": plan.Roles(fsdp=16, tensor=4, remat=True, products=True),
+    "division": plan.Roles(fsdp=32, tensor=2, remat=True, products=True),
     "split": plan.Roles(fsdp=1024, tensor=4, remat=True),
     "gather_seconds": over_sides,
 }
