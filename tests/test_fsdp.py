@@ -587,6 +587,11 @@ def test_errors_are_named():
             lambda: fsdp.pad({"x": batch["x"]}, 8),
         ),
         (
+            ValueError,
+            r"expected a dict with 'weights'.*got \['mask', ",
+            lambda: fsdp.pad(batch, 8, mask="weights"),
+        ),
+        (
             TypeError,
             "n is int32, which has no gradient",
             lambda: fsdp.value_and_grad(loss, LINE)(
@@ -613,3 +618,8 @@ def test_a_layer_whose_owner_cannot_be_told_is_named():
         ValueError, match=r"may be of (a or of b|b or of a); give it the dict or state"
     ):
         fsdp.value_and_grad(run, LINE, ALL_LAYERS)(place(params, rule=ALL_LAYERS), rows(8))
+
+
+def test_the_mask_of_a_padded_batch_may_have_any_name():
+    found = fsdp.pad({"x": np.ones((5, 2)), "weights": np.ones(5)}, 4, mask="weights")
+    assert found["x"].shape == (8, 2) and found["weights"].tolist() == [1] * 5 + [0] * 3

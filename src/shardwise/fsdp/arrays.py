@@ -65,18 +65,18 @@ def rule(axis: Axes = "fsdp", **settings: Any) -> rules.FSDPRule:
     return rules.FSDPRule(axis, **dict(min_size=0, pick="first", uneven="replicate") | settings)
 
 
-def pad(batch: dict, n: int) -> dict:
+def pad(batch: dict, n: int, mask: str = "mask") -> dict:
     """`batch` with rows of zeros added, up to a multiple of `n` rows.
 
     Raises:
-      ValueError: `batch` is not a dict with a "mask", by which the added rows count nothing.
+      ValueError: `batch` is not a dict with a `mask`, by which the added rows count nothing.
     """
-    if not isinstance(batch, dict) or "mask" not in batch:
+    if not isinstance(batch, dict) or mask not in batch:
         raise ValueError(
-            f"fsdp.pad: expected a dict with 'mask', by which the loss counts only real rows; "
+            f"fsdp.pad: expected a dict with {mask!r}, by which the loss counts only real rows; "
             f"got {sorted(batch) if isinstance(batch, dict) else type(batch).__name__}."
         )
-    missing = -len(batch["mask"]) % n
+    missing = -len(batch[mask]) % n
     return jax.tree.map(lambda x: jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)), batch)
 
 
