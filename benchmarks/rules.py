@@ -86,8 +86,8 @@ def one_device(bench):
 
 
 def ours(bench):
-    for ties, names in itertools.product(["last", "first"], [None, ACTIVATIONS]):
-        rule = rules.FSDPRule("fsdp", min_size=MIN_SIZE, ties=ties, names=bench.names)
+    for pick, names in itertools.product(["largest", "first"], [None, ACTIVATIONS]):
+        rule = rules.FSDPRule("fsdp", min_size=MIN_SIZE, pick=pick, names=bench.names)
         layout = (rule, rules.follow(rule, bench.params), P("fsdp"))
         step = rules.jit(
             bench.step,
@@ -100,7 +100,7 @@ def ours(bench):
         trees = (bench.params, bench.opt_state, bench.batch)
         layout = rules.shardings(layout, trees, bench.mesh)
         limit = None if names is None else bench.limit
-        yield bench.variant(f"rules, ties {ties}{_with(names)}", step, layout, limit)
+        yield bench.variant(f"rules, pick {pick}{_with(names)}", step, layout, limit)
 
 
 def by_hand(bench):

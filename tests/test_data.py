@@ -95,6 +95,12 @@ def test_a_position_in_other_batches_is_refused(other, message):
     assert_same([next(others)], take(1, **{"batch": 4, "seq_len": 32} | other))
 
 
+@pytest.mark.parametrize("position", [None, 3, b"x", {"source": None}])
+def test_what_is_no_position_is_refused(position):
+    with pytest.raises(ValueError, match="split was None and is 'train'"):
+        data.batches(8, 16).set_state(position)
+
+
 def test_a_position_in_another_corpus_is_refused(monkeypatch):
     position = data.batches(4, 32).get_state()
     texts = list(data.corpus())

@@ -87,7 +87,7 @@ def test_one_that_still_moves_shows_that_nobody_hangs():
     assert clock.hang(clock.now + AFTER + 1).odd == (1,)
 
 
-LONG = ["starting", "compiling", "evaluating", "hashing", "saving", "leaving", "done"]
+LONG = ["starting", "compiling", "tracing", "evaluating", "hashing", "saving", "leaving", "done"]
 
 
 @pytest.mark.parametrize("doing", LONG)
@@ -137,6 +137,21 @@ def test_before_a_second_step_was_seen_one_has_the_time_that_the_first_took():
     clock.see(90.0, p0=(1,), p1=(1,))
     assert clock.hang(179.9) is None
     assert clock.hang(180.1) is not None
+
+
+def test_what_is_no_step_counts_in_none():
+    """Compiling for 600 s, and evaluating for 300 s between steps: a step takes one second."""
+    seen, now = Seen(0.0), 0.0
+    seen.see(note(0, 0, "starting"), now)
+    for step in range(1, 6):
+        for doing, seconds in ("reading", 0.5), ("compiling" if step == 1 else "stepping", 0.5):
+            seen.see(note(0, step, doing), now)
+            now += seconds + 600 * (doing == "compiling")
+        if step > 1:
+            assert not seen.is_still(now + AFTER - 1, AFTER, LONGER)
+            assert seen.is_still(now + AFTER, AFTER, LONGER)
+        seen.see(note(0, step, "evaluating"), now)
+        now += 300
 
 
 def test_those_that_ended_are_not_waited_for():

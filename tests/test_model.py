@@ -255,3 +255,19 @@ def test_a_target_outside_the_vocabulary_counts_only_where_it_is_masked():
         (((total, masked), grads), ((_, expected), _)) = found
         assert masked == expected and np.isfinite(total)
         assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads))
+
+
+class Capped(model.Decoder):
+    def __call__(self, tokens, key=None, places=None):
+        return 3 * jnp.tanh(super().__call__(tokens, key, places) / 3)
+
+
+def test_the_loss_is_that_of_the_model_that_is_called():
+    decoder = Capped(SMALL, nnx.Rngs(0))
+    tokens = jnp.arange(16).reshape(2, 8)
+    batch = dict(tokens=tokens, targets=tokens + 1, mask=jnp.ones(tokens.shape))
+    decoder.head.kernel[...] *= 100  # so that a cap shows
+    expected = jnp.sum(model.cross_entropy(decoder(tokens), tokens + 1))
+    without = jnp.sum(model.cross_entropy(decoder.route(tokens)[0], tokens + 1))
+    np.testing.assert_allclose(model.loss(decoder, batch).total, expected, rtol=1e-5)
+    assert abs(without / expected - 1) > 0.1

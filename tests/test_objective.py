@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import jax
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import IN_FULL, marked
 
-from shardwise import fsdp, marks, measure, mesh, model, objective, rules, train
+from shardwise import fsdp, layouts, marks, measure, mesh, model, objective, rules, train
 from shardwise.objective import Mean
 from shardwise.objective.parts import split
 
@@ -368,6 +369,39 @@ def test_an_auxiliary_output_that_is_no_array_is_named():
     loss = lambda p, b: (weighted(p, b), {"name": "x"})  # noqa: E731
     with pytest.raises(TypeError, match=r"auxiliary output \['name'\] is a str"):
         objective.value_and_grad(loss, 2, has_aux=True)(PARAMS, BATCH)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Stats:
+    nats: jax.Array
+
+    def __post_init__(self):
+        if type(self.nats) is not object and not isinstance(self.nats, jax.ShapeDtypeStruct):
+            self.nats = jnp.asarray(self.nats, jnp.float32)  # of a string, this fails
+
+
+def test_auxiliary_outputs_may_be_of_a_class_that_looks_at_its_parts():
+    def loss(params, batch):
+        found = weighted(params, batch)
+        return found, Stats(found.total)
+
+    (_, stats), _ = objective.value_and_grad(loss, 2, has_aux=True)(PARAMS, BATCH)
+    np.testing.assert_allclose(stats.nats, weighted(PARAMS, BATCH).total, rtol=1e-5)
+    objective.check(loss, PARAMS, BATCH, has_aux=True)
+
+
+def test_where_a_backend_tells_no_memory_a_loss_is_judged_all_the_same(monkeypatch):
+    monkeypatch.setattr(jax.stages.Compiled, "memory_analysis", lambda self: None)
+
+    def contrastive(params, batch):
+        out = outputs(params, batch)
+        return jnp.mean(jax.nn.logsumexp(out @ out.T, axis=1))
+
+    layout = layouts.Layout(LINE, fsdp="fsdp")
+    params = jax.device_put(PARAMS, layouts.shardings(layout, PARAMS))
+    with pytest.raises(objective.Indivisible):
+        layouts.value_and_grad(layout, contrastive)(params, BATCH)
 
 
 def test_a_scalar_of_the_batch_is_named():

@@ -479,6 +479,7 @@ TAKES = "zb_v: 1 stages on 2 devices; .* stages=4.* no stage boundary.* k of the
 SPLIT = r"pipeline.value_and_grad: mask of shape \(8,\) does not split into 3 parts .*masked rows"
 OTHER = r"different numbers of rows \(mask 8, x 4\).*use one microbatch"
 NOT = "act is a function, not an array.*eqx"
+WORD = "the batch/name is a str, not an array"
 BARE = r"The loss returned \(4, 8\); expected objective.Mean\(total, count\)"
 REFUSED = [
     (ValueError, "has no axis 'pipe'; it has", dict(axis="pipe")),
@@ -494,6 +495,7 @@ REFUSED = [
     (TypeError, BARE, dict(loss=two)),
     (ValueError, "the batch is None, and has no arrays whose rows could", dict(batch=None)),
     (TypeError, NOT, dict(more={"act": lambda x: x})),
+    (TypeError, WORD, dict(batch={"x": X, "name": "x"})),
     (TypeError, "n is int32, which has no gradient", dict(more={"n": np.arange(8)})),
 ]
 

@@ -435,3 +435,36 @@ def test_states_of_other_shapes_follow_another_rule():
     rule = rules.follow(P(None, "model"), ARRAY, other=P(None, None, "model"))
     found = specs(rule, state)
     assert found == {"mu/w": P(None, "model"), "history/w": P(None, None, "model")}
+
+
+@jax.tree_util.register_pytree_node_class
+class Quantized:
+    """A weight of two arrays, in one box as Linen's are."""
+
+    def __init__(self, value, scale):
+        self.value, self.scale = value, scale
+
+    def tree_flatten(self):
+        return (self.value, self.scale), None
+
+    @classmethod
+    def tree_unflatten(cls, _, parts):
+        return cls(*parts)
+
+    def unbox(self):
+        return {"value": self.value, "scale": self.scale}
+
+    def replace_boxed(self, value):
+        return Quantized(**value)
+
+
+@pytest.mark.parametrize("rule", [P("fsdp"), lambda tree, mesh: [P("fsdp")] * 2])
+def test_a_box_may_have_several_arrays(rule):
+    placed = rules.place({"k": Quantized(jnp.ones((8, 8)), jnp.ones((8, 1)))}, rule, MESH)["k"]
+    assert [x.sharding.spec for x in (placed.value, placed.scale)] == [P("fsdp")] * 2
+
+
+def test_of_one_element_what_a_function_says_is_checked_and_a_spec_is_left_out():
+    with pytest.raises(ValueError, match="has no axis 'nope'"):
+        rules.shardings(lambda tree, mesh: [P("nope")], {"scale": jnp.ones(1)}, MESH)
+    assert specs(P("fsdp"), {"scale": jnp.ones(1)}) == {"scale": P()}

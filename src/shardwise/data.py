@@ -88,7 +88,7 @@ class Batches(Iterator):
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on from a position; a ValueError where it is one in other batches."""
-        saved, here = state.get("source", {}), self._source
+        saved, here = (isinstance(state, dict) and state.get("source")) or {}, self._source
         if differ := [name for name in {**here, **saved} if saved.get(name) != here.get(name)]:
             told = "; ".join(f"{n} was {saved.get(n)!r} and is {here.get(n)!r}" for n in differ)
             raise ValueError(

@@ -39,6 +39,8 @@ KNOWN |= {"total", "use"}
 def bind(**meanings: Callable) -> Iterator[None]:
     """Give marks a meaning within the block: `bind(use=gather)`; the others keep theirs.
 
+    It is this thread's: a coroutine does not hold one across an await.
+
     Raises:
       ValueError: a keyword that is no mark.
       TypeError: a meaning without a hash, by which JAX's caches could not tell it from another.

@@ -203,13 +203,16 @@ def _slope(primals, tangents):
     return found, jnp.sum(jnp.exp(wide - found[..., None]) * tangent, axis=-1)
 
 
-def _nats(params, batch, key, graphdef):
-    """(the sum of -log p over real tokens, the decoder's configuration, its routing)."""
+def _read(params, batch, graphdef):
+    """(the decoder, its tokens and their places)."""
     decoder = params if graphdef is None else nnx.merge(graphdef, params)
-    tokens, mask = batch["tokens"], batch["mask"]
-    logits, routing = decoder.route(tokens, key, marks.places(batch, *tokens.shape))
-    nats = cross_entropy(logits, batch["targets"]) * mask
-    return jnp.sum(jnp.where(mask == 0, 0, nats)), decoder.config, routing
+    return decoder, batch["tokens"], marks.places(batch, *batch["tokens"].shape)
+
+
+def _nats(logits, batch):
+    """The sum of -log p over real tokens."""
+    mask = batch["mask"]
+    return jnp.sum(jnp.where(mask == 0, 0, cross_entropy(logits, batch["targets"]) * mask))
 
 
 def loss(
@@ -222,7 +225,8 @@ def loss(
     `functools.partial(loss, graphdef=graphdef)` binds. `batch` is a dict as `data.batches` makes
     them. With a `key`, dropout is on.
     """
-    return objective.Mean(_nats(params, batch, key, graphdef)[0], jnp.sum(batch["mask"]))
+    decoder, tokens, places = _read(params, batch, graphdef)
+    return objective.Mean(_nats(decoder(tokens, key, places), batch), jnp.sum(batch["mask"]))
 
 
 def routed_loss(
@@ -239,9 +243,11 @@ def routed_loss(
     experts], the choices of each expert; "dropped" [layers], choices that found no slot; "nats",
     the total without the penalty. Balancing by a bias needs no penalty: balance=0.
     """
-    mask, (total, config, routing) = batch["mask"], _nats(params, batch, key, graphdef)
+    mask, (decoder, tokens, places) = batch["mask"], _read(params, batch, graphdef)
+    logits, routing = decoder.route(tokens, key, places)
+    total = _nats(logits, batch)
     aux = {
-        "loads": experts.loads(routing.chosen, mask, config.experts),
+        "loads": experts.loads(routing.chosen, mask, decoder.config.experts),
         "dropped": jnp.sum(jnp.where(routing.kept, 0, mask[None, :, :, None]), axis=(1, 2, 3)),
         "nats": total,
     }

@@ -122,7 +122,9 @@ def read(tree: Any, names: Any = None) -> list[Leaf]:
         (Leaf("/".join(keys), jnp.shape(x), None, x), axis_names(box))
         for keys, x, box in walk(tree)
     ]
-    if names is not None:
+    if names is not None and not names:  # no owners, who would want each array by its own path
+        found = [(leaf, None) for leaf, _ in found]
+    elif names is not None:
         named = _names(names)
         whose = owners(tree, names, _is_names)
         found = [

@@ -14,8 +14,6 @@ import orbax.checkpoint as ocp
 
 from shardwise import tree
 
-_BYTES = "bytes, which JSON has not, in base64"
-
 
 def address(directory: str | os.PathLike) -> str:
     """The directory as Orbax takes it: one on a bucket untouched, else its one true local path;
@@ -97,7 +95,12 @@ def to_json(name: str, item: Any) -> Any:
     where it would not come back as it is.
     """
     if isinstance(item, bytes):
-        return {_BYTES: base64.b64encode(item).decode()}
+        return {"base64": base64.b64encode(item).decode()}
+    if isinstance(item, dict) and item.keys() == {"base64"}:
+        raise ValueError(
+            f"checkpoint.save: item {name!r} is a dict with the one key 'base64', which stands for "
+            f"bytes; give it another key beside that."
+        )
     for keys, part in jax.tree_util.tree_flatten_with_path(item, is_leaf=_is_part)[0]:
         if part is None or type(part) in (bool, int, float, str):
             continue
@@ -118,8 +121,8 @@ def _is_part(x):
 
 def from_json(item: Any) -> Any:
     """The item that `to_json` was given."""
-    if isinstance(item, dict) and item.keys() == {_BYTES}:
-        return base64.b64decode(item[_BYTES])
+    if isinstance(item, dict) and item.keys() == {"base64"}:
+        return base64.b64decode(item["base64"])
     return item
 
 

@@ -90,17 +90,18 @@ def wait(directory: str | os.PathLike | None = None) -> None:
     programs save there.
 
     Raises:
-      Exception: what went wrong while writing, with what went wrong elsewhere as its context.
+      Exception: what went wrong while writing; an ExceptionGroup, if more than one save did.
     """
-
-    def each(writers):
-        if writers:
-            try:
-                writers[0].wait()
-            finally:  # for the others too, and what fails there keeps what failed here
-                each(writers[1:])
-
-    each(_writers_of(directory))
+    errors = []
+    for each in _writers_of(directory):
+        try:
+            each.wait()
+        except Exception as error:
+            errors.append(error)
+    if len(errors) > 1:
+        raise ExceptionGroup(f"checkpoint.wait: {len(errors)} saves failed", errors)
+    if errors:
+        raise errors[0]
 
 
 def _check(step, keep, state):

@@ -125,8 +125,8 @@ def without(spec: P, axes: Sequence[str]) -> P:
 
 
 def around(run: Callable, call: Callable) -> Callable:
-    """`call` in the place of `run`, as which it is lowered and traced."""
-    for way in ("lower", "trace"):
+    """`call` in the place of `run`, whose ways to lower and trace it, or ask for shapes, it has."""
+    for way in ("lower", "trace", "eval_shape", "clear_cache"):
         if hasattr(run, way):
             setattr(call, way, getattr(run, way))
     return functools.update_wrapper(call, run)

@@ -34,8 +34,9 @@ def load(
 
     `config` is by default that of `llama.config(folder)`: bfloat16 stays bfloat16. One that is
     given has the same sizes; its `param_dtype` is what weights become. Without a mesh all lies on
-    the default device. A process reads once what its devices need, of head_dim all, and holds at a
-    time no more than their part of one parameter. Tied embedding and head become two parameters.
+    the default device. A process reads once what its devices need, and holds at a time no more
+    than their part of one parameter (where head_dim is cut, each device reads whole heads, a
+    layer's at a time). Tied embedding and head become two parameters.
 
     Raises:
       FileNotFoundError: a file is missing.

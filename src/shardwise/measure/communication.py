@@ -113,13 +113,18 @@ def _starts(frame: Frame, op: Instruction) -> bool | None:
 
 def _is_cut(frame: Frame, name: str, whole: Array) -> bool:
     """Whether every reader of a value, seen through what passes it on, takes a part of it."""
+
+    def takes_part(op):
+        if op.opcode in _PASSES_ON:
+            return _is_cut(frame, op.name, whole)
+        if op.opcode == "fusion":
+            inside = frame.enter(op.called[0], op)
+            given = (x for x in inside if x.opcode == "parameter" and inside.given(x) == name)
+            return all(_is_cut(inside, x.name, whole) for x in given)
+        return op.opcode == "dynamic-slice" and op.arrays[0].elements < whole.elements
+
     readers = [op for op in frame if name in op.operands]
-    return bool(readers) and all(
-        _is_cut(frame, op.name, whole)
-        if op.opcode in _PASSES_ON
-        else op.opcode == "dynamic-slice" and op.arrays[0].elements < whole.elements
-        for op in readers
-    )
+    return bool(readers) and all(map(takes_part, readers))
 
 
 def _notes(frame: Frame, op: Instruction) -> tuple[str, ...]:

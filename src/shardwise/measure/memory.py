@@ -37,10 +37,15 @@ def bytes_per_device(compiled: Any) -> DeviceBytes:
     """The `DeviceBytes` of a `jax.stages.Compiled`, or of what `topology.compile` returns.
 
     The temporaries are the size of one buffer that serves all intermediate values, at their peak.
-    Something else than these is a TypeError.
+    Something else than these is a TypeError, and a backend that tells no memory a ValueError.
     """
     # Not `peak_memory_in_bytes`: on CPU it is below the temporaries alone.
     stats = checked("bytes_per_device", compiled).memory_analysis()
+    if stats is None:
+        raise ValueError(
+            "measure.bytes_per_device: this backend tells no memory of a compiled program; measure "
+            "the arrays instead, with measure.bytes_on_devices."
+        )
     kinds = ("argument", "output", "alias", "temp")
     return DeviceBytes(*(getattr(stats, f"{kind}_size_in_bytes") for kind in kinds))
 

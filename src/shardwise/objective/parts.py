@@ -70,15 +70,21 @@ def check_cut(who: str, what: str, size: int, parts: int, along: str) -> None:
         )
 
 
-def check_params(params: Any, mesh: Mesh, who: str) -> None:
-    """Raise where a parameter has no gradient, or another mesh than this one is set."""
-    for path, x in trees.leaves(params):
+def check_arrays(tree: Any, who: str) -> None:
+    """Raise TypeError where a leaf is neither an array nor a number."""
+    for path, x in trees.leaves(tree):
         if not hasattr(x, "dtype") and not isinstance(x, int | float | complex):
             raise TypeError(
-                f"{who}: {path} is a {type(x).__name__}, not an array. Keep what is no array out "
-                f"of the tree, and put it back within the loss (nnx.split and nnx.merge; "
-                f"eqx.partition with eqx.is_array and eqx.combine)."
+                f"{who}: {path or 'the parameter'} is a {type(x).__name__}, not an array. Keep "
+                f"what is no array out of the tree, and put it back within the loss (nnx.split and "
+                f"nnx.merge; eqx.partition with eqx.is_array and eqx.combine)."
             )
+
+
+def check_params(params: Any, mesh: Mesh, who: str) -> None:
+    """Raise where a parameter has no gradient, or another mesh than this one is set."""
+    check_arrays(params, who)
+    for path, x in trees.leaves(params):
         if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
             raise TypeError(
                 f"{who}: {path or 'the parameter'} is {jnp.result_type(x)}, which has no gradient; "
@@ -148,13 +154,16 @@ def ways(aux: Any, tree: Any) -> list[str]:
       ValueError: a way that is none of "sum", "mean", "max" and "concatenate", or `aux` is no
         prefix of `tree`.
     """
+    aux = "sum" if aux is None else aux
     try:
-        found = jax.tree.leaves(jax.tree.broadcast("sum" if aux is None else aux, tree))
+        # Not by jax.tree.broadcast, which makes the caller's own nodes, of strings.
+        spread = jax.tree.map(lambda way, part: [way] * len(jax.tree.leaves(part)), aux, tree)
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"aux={aux!r} does not fit the auxiliary outputs, {jax.tree.structure(tree)}: expected "
             f"one of {', '.join(WAYS)}, or a tree of these that is a prefix of the outputs'."
         ) from error
+    found = jax.tree.leaves(spread)
     if unknown := [way for way in found if way not in WAYS]:
         raise ValueError(f"aux={unknown[0]!r}; expected one of {', '.join(WAYS)}.")
     return found

@@ -146,6 +146,8 @@ class Trials:
     def memory(self) -> int:
         """The bytes that a device needs beside what it has: one more copy of the parameters too."""
         found = self.together.memory_analysis()
+        if found is None:  # some backends cannot say
+            return self.held
         return self.held + found.temp_size_in_bytes + found.output_size_in_bytes
 
     @property

@@ -15,7 +15,15 @@ from shardwise import mesh as meshes
 from shardwise.objective.division import Division
 from shardwise.objective.gradients import nothing_if_empty
 from shardwise.objective.means import cotangents, normal, quotient, widened
-from shardwise.objective.parts import check_params, meaning, merged, reduced, split, ways
+from shardwise.objective.parts import (
+    check_arrays,
+    check_params,
+    meaning,
+    merged,
+    reduced,
+    split,
+    ways,
+)
 from shardwise.objective.tracing import trace
 from shardwise.pipeline import cut
 from shardwise.pipeline.cut.parts import abstract, inexact
@@ -75,6 +83,7 @@ def value_and_grad(
     def made(params, batch, args, key):
         """(value and gradient; the device, which has the program)."""
         check_params(params, mesh, who)
+        check_arrays({"the batch": batch, "the arguments": args, "key": key}, who)
         leaves, structure = jax.tree.flatten(params)
         lie = list(specs(params)) if specs else [P()] * len(leaves)
         batch, numbers, laid = division.cut(batch)
@@ -97,8 +106,8 @@ def value_and_grad(
 
     def program(params, batch, *args, key=None):
         found = []
-        jax.eval_shape(lambda *given: found.append(made(*given)), params, batch, args, key)
-        return found[0][1].program
+        jax.eval_shape(lambda *given: found.append(made(*given)[1]), params, batch, args, key)
+        return found[0].program
 
     run.program = program
     return run

@@ -61,16 +61,19 @@ class Way(NamedTuple):
 @functools.lru_cache(maxsize=8192)
 def lay(chips: Chips, sizes: tuple[tuple[str, int], ...]) -> Mapping[str, Way]:
     """{role: its Way}, of `sizes` in the order of the mesh, as `mesh.placed` lays it on this torus:
-    slices outermost, and the last axis chooses its sides first. (Of up to 32 chips JAX may make
-    rings that go over several sides: nothing is slower there.)
+    slices outermost, and the last axis chooses its sides first. (Of up to 8 chips JAX makes rings
+    that go over several sides: they count as sides here.)
     """
     mesh = chips.mesh(**dict(sizes))
-    free = [Side(whole, 1, whole) for whole in chips.shape]  # what is left of each
-    if (devices := chips.chip.devices) > 1:
+    sides, devices = chips.shape, chips.chip.devices
+    free = [Side(whole, 1, whole) for whole in sides]  # what is left of each
+    if devices > 1:
         free.append(Side(devices, 1, devices, on_chip=True))
+    # Of a few chips of several cores, JAX lays the last axis over the cores, whatever else.
+    cores = devices > 1 and max(sides[:2]) <= 2 and math.prod(sides) * devices <= 32
     found = {}
     for (role, size), across in reversed([*zip(mesh.axes, mesh.across_slices(), strict=True)]):
-        factors = _choose(size // across, free)
+        factors = _choose(size // across, free, cores)
         taken = (s._replace(size=f) for s, f in zip(free, factors, strict=True) if f > 1)
         found[role] = Way(tuple(taken), across, chips.groups)
         pairs = zip(free, factors, strict=True)
@@ -78,15 +81,17 @@ def lay(chips: Chips, sizes: tuple[tuple[str, int], ...]) -> Mapping[str, Way]:
     return found
 
 
-def _choose(size, free):
-    """The factors into which JAX's `mesh_utils` cuts a size, one for each side of the torus: as
-    much as can be on whole sides, then of more sides, then where another axis lies already.
+def _choose(size, free, cores):
+    """The factors into which JAX's `mesh_utils` cuts a size, one for each side of the torus: over
+    the `cores` of a chip first, or as much as can be on whole sides, then of more sides, then where
+    another axis lies already.
     """
 
     def order(factors):
         whole = [f for f, side in zip(factors, free, strict=True) if f == side.whole > 1]
         shared = math.prod(f for f, side in zip(factors, free, strict=True) if side.stride > 1)
-        return math.prod(whole), len(whole), shared, factors
+        own = math.prod(f for f, side in zip(factors, free, strict=True) if side.on_chip and cores)
+        return own, math.prod(whole), len(whole), shared, factors
 
     options = ([f for f in divisors(side.size) if size % f == 0] for side in free)
     return max((f for f in itertools.product(*options) if math.prod(f) == size), key=order)

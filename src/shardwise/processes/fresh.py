@@ -5,27 +5,34 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
+
+_registering = threading.Lock()
 
 
 def command(function: Callable, *args: Any) -> list[str]:
     """The argument list of a Python that calls `function(*args)`, for whatever starts processes.
 
     The function goes there by value, as do the arguments and what it names of its own module, of
-    which nothing else is run there; other modules are imported.
+    which nothing else is run there; other modules are imported (but those below its own, where this
+    is a package's __init__: they go by value too).
 
     Raises:
       ValueError: that is more than an argument may have, 128 KiB on Linux.
     """
     own = sys.modules[function.__module__]
-    cloudpickle.register_pickle_by_value(own)
-    try:
-        called = cloudpickle.dumps(functools.partial(function, *args))
-    finally:
-        cloudpickle.unregister_pickle_by_value(own)
+    with _registering:
+        asked = own.__name__ in cloudpickle.list_registry_pickle_by_value()
+        cloudpickle.register_pickle_by_value(own)
+        try:
+            called = cloudpickle.dumps(functools.partial(function, *args))
+        finally:
+            if not asked:
+                cloudpickle.unregister_pickle_by_value(own)
     code = f"import pickle; pickle.loads({called!r})()"
     if len(code) >= 2**17:
         raise ValueError(

@@ -108,13 +108,24 @@ class Rule:
         return Choice(PartitionSpec(*spec), why if whole else "")
 
 
+class Same(Rule):
+    """A rule of one PartitionSpec for every array that has axes."""
+
+    def __init__(self, spec):
+        self.spec, self.who = spec, short(spec)
+
+    def choose(self, leaf, mesh):
+        return Choice(self.spec)
+
+
 class Function(Rule):
     """A rule by any function of (tree, mesh), checked like the choices of our own rules."""
 
     names = {}  # noqa: RUF012
 
-    def __init__(self, function, who):
-        self.function, self.who = function, who
+    def __init__(self, function):
+        self.function = function
+        self.who = getattr(function, "__name__", type(function).__name__)
 
     def chosen(self, tree, leaves, mesh):
         found = jax.tree.leaves(self.function(tree, mesh), is_leaf=_is_spec)
@@ -123,8 +134,7 @@ class Function(Rule):
                 f"{self.who}: expected a PartitionSpec for each of {len(leaves)} arrays, P() for "
                 f"a replicated one; got {reprlib.repr(found)}."
             )
-        pairs = zip(leaves, found, strict=True)
-        return [ONE if leaf.size == 1 else Choice(spec) for leaf, spec in pairs]
+        return list(map(Choice, found))
 
 
 class Following(Rule):
@@ -175,9 +185,9 @@ def as_rule(rule):
     if isinstance(rule, Rule):
         return rule
     if _is_spec(rule):
-        return Function(lambda tree, mesh: [rule] * len(jax.tree.leaves(tree)), short(rule))
+        return Same(rule)
     if callable(rule):
-        return Function(rule, getattr(rule, "__name__", type(rule).__name__))
+        return Function(rule)
     raise TypeError(
         f"{reprlib.repr(rule)} is no rule: expected a callable rule(tree, mesh), such as "
         f"rules.FSDPRule('fsdp'), or a PartitionSpec."

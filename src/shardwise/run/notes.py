@@ -44,13 +44,15 @@ class Seen:
     def __init__(self, started: float):
         self.note: Note | None = None
         self._started = self._changed = started
-        self._stepped = None  # when its step last changed
+        self._stepped = None  # when its step last changed, later by what else it did since
         self._steps = collections.deque(maxlen=32)
 
     def see(self, note: Note, now: float) -> None:
         """Take in a note, at a time of one steady clock."""
         if note == self.note:
             return
+        if self._stepped is not None and self.note.doing not in WATCHED:
+            self._stepped += now - self._changed
         if self.note is not None and note.step > self.note.step:
             if self._stepped is not None:
                 self._steps.append((now - self._stepped) / (note.step - self.note.step))

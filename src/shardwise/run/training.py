@@ -159,6 +159,7 @@ class _Run:
         profiled, first = self.settings.profiled(), step == self.first
         if step in profiled and (first or step == profiled.start):
             self._flush()
+            self.notes.say("tracing")
             # A trace of whole steps, on every device: a record is there when the first has it.
             jax.block_until_ready(self._arrays())
             self.trace.enter_context(jax.profiler.trace(self.folder.path / "profile"))
@@ -179,6 +180,7 @@ class _Run:
         if first or ends_trace:
             agreed = self._flush()
         if ends_trace:
+            self.notes.say("tracing")
             jax.block_until_ready(self._arrays())
             self.trace.close()
         return agreed

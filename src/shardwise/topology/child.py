@@ -109,9 +109,10 @@ def key(request: Mapping[str, Any], versions: Mapping[str, str], module: str) ->
 def load(name: str) -> dict[str, Any] | None:
     """The entry of that name, or None where there is none that can be read."""
     try:
-        return json.loads(folder().joinpath("compiled", f"{name}.json").read_text())
+        entry = json.loads(folder().joinpath("compiled", f"{name}.json").read_text())
     except (OSError, ValueError):
         return None
+    return entry if isinstance(entry, dict) else None
 
 
 def save(name: str, entry: Mapping[str, Any]) -> None:

@@ -71,7 +71,8 @@ class Ray:
             from ray.train.v2.jax import JaxConfig, JaxTrainer
         except ImportError:
             raise Refused('ray needs Ray Train, missing here: pip install "ray[train]"') from None
-        ray.init(address=self.address, include_dashboard=False)
+        if begun_here := not ray.is_initialized():
+            ray.init(address=self.address, include_dashboard=False)
         token = uuid.uuid4().hex
         trainer = JaxTrainer(
             work,
@@ -91,7 +92,8 @@ class Ray:
             print(f"[launch] {failed}", file=sys.stderr)
             return 1
         finally:
-            ray.shutdown()
+            if begun_here:
+                ray.shutdown()
 
 
 def work(given: dict[str, Any]) -> int:
