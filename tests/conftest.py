@@ -1,9 +1,15 @@
 """Every test sees eight simulated CPU devices, and rank promotion is an error."""
 
+import atexit
 import ctypes
 import gc
 import os
 import signal
+
+# The last act of a worker of pytest-xdist, whose results are with its master by then: to take apart
+# all that JAX keeps would take seconds.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    atexit.register(os._exit, 0)
 
 import hypothesis
 import jax
@@ -42,8 +48,8 @@ libc = ctypes.CDLL(None)
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
-    """One worker more than cores: now and then one waits for processes that it started."""
-    return os.cpu_count() + 1
+    """As many as cores; of all tests one more, since some wait for processes that they started."""
+    return os.cpu_count() + (config.option.markexpr != "not slow")
 
 
 # Begun last, they would go on alone.

@@ -155,6 +155,7 @@ def book(built, tmp_path):
     return copy_of
 
 
+@SLOW
 def test_first_build_executes_all_and_reports(built):
     book, (status, printed, executed) = built
     assert status == 0, printed
@@ -168,6 +169,7 @@ def test_first_build_executes_all_and_reports(built):
     assert "chapters/first.html" in times and "Python" in times
 
 
+@SLOW
 def test_edit_of_cells_executes_that_chapter_and_edit_of_prose_none(book):
     book.edit("second", "6 * 7", "6 * 9")
     book.edit("first", "More prose.", "Better prose.")

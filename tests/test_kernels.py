@@ -33,7 +33,10 @@ def arrays(rows, size, heads, kv_heads, depth, dtype=jnp.float32):
 
 @pytest.mark.parametrize(
     "shape, dtype, tolerance",
-    [((2, 256, 4, 2, 24), jnp.float32, 2e-6), ((1, 384, 3, 1, 128), jnp.bfloat16, 2e-2)],
+    [
+        ((2, 256, 4, 2, 24), jnp.float32, 2e-6),
+        pytest.param((1, 384, 3, 1, 128), jnp.bfloat16, 2e-2, marks=pytest.mark.slow),
+    ],
 )
 def test_the_kernel_is_attention(shape, dtype, tolerance):
     q, k, v, weights, places = arrays(*shape, dtype)
@@ -69,7 +72,7 @@ def test_cudnn_is_attention_to_rows_of_one_document(documents):
         return jnp.sum(attend(*given, places) * weights)
 
     ours, theirs = (
-        jax.value_and_grad(functools.partial(total, each), (0, 1, 2))(q, k, v)
+        jax.jit(jax.value_and_grad(functools.partial(total, each), (0, 1, 2)))(q, k, v)
         for each in (attend, marks.attend)
     )
     if documents:

@@ -47,6 +47,7 @@ def whole(config):
     return dataclasses.replace(config, layers=1)
 
 
+@pytest.mark.slow
 def test_those_judged_are_many_of_all_kinds_and_of_other_models(benchmark):
     fitted = benchmark.FITTED.values()
     judged = [c for n, c in benchmark.JUDGED.items() if n != "llama3-8b, products"]

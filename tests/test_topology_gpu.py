@@ -123,6 +123,7 @@ def test_a_compiler_of_another_jaxlib_is_none(monkeypatch, tmp_path):
                 gpu.find()
 
 
+@pytest.mark.slow
 def test_the_installer_hands_pip_its_options(tmp_path):
     """From an empty folder of packages, so that no network is asked."""
     options = ["--no-index", "--find-links", str(tmp_path)]
