@@ -623,3 +623,10 @@ def test_a_layer_whose_owner_cannot_be_told_is_named():
 def test_the_mask_of_a_padded_batch_may_have_any_name():
     found = fsdp.pad({"x": np.ones((5, 2)), "weights": np.ones(5)}, 4, mask="weights")
     assert found["x"].shape == (8, 2) and found["weights"].tolist() == [1] * 5 + [0] * 3
+
+
+def test_what_is_returned_tells_shapes_as_a_jitted_function_does():
+    params = place(tree_of([(8, 4)]))
+    run = fsdp.value_and_grad(loss, LINE)
+    mean, grads = run.eval_shape(params, rows(8))
+    assert (mean.shape, grads["first"].shape) == ((), (8, 4))

@@ -491,6 +491,13 @@ def test_what_is_no_compiled_program_is_named_with_the_remedy(what):
 # --- Memory
 
 
+def test_a_backend_that_tells_no_memory_is_named(monkeypatch):
+    program = compiled(jnp.sin, jax.ShapeDtypeStruct((8,), jnp.float32))
+    monkeypatch.setattr(type(program), "memory_analysis", lambda self: None)
+    with pytest.raises(ValueError, match=r"this backend tells no memory.*measure.bytes_on_devices"):
+        measure.bytes_per_device(program)
+
+
 @pytest.mark.parametrize("donate", [False, True])
 def test_bytes_per_device_of_a_sharded_program(donate):
     sharding = NamedSharding(mesh.make(a=8), P("a"))

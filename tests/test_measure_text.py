@@ -361,3 +361,24 @@ def test_what_tells_no_memory_is_refused_by_name():
         fit = measure.fits(compiled, allowed)
         assert bool(fit) == (allowed == memory.total) and fit.memory == memory
     assert repr(fit).startswith("does not fit: 0.00 of 0.00 GiB\n  arguments 0.00")
+
+
+NESTED = """
+%inner (q: bf16[64]) -> bf16[16] {
+  %q = bf16[64] parameter(0)
+  %z = s32[] constant(0)
+  ROOT %part = bf16[16] dynamic-slice(%q, %z), dynamic_slice_sizes={16}
+}
+
+%outer (r: bf16[64]) -> bf16[16] {
+  %r = bf16[64] parameter(0)
+  %ar = bf16[64] all-reduce(%r), replica_groups={{0,1,2,3}}, to_apply=%add
+  ROOT %f = bf16[16] fusion(%ar), kind=kLoop, calls=%inner
+}
+"""
+
+
+def test_a_sum_of_which_a_fusion_within_its_fusion_takes_a_part_is_a_scatter():
+    lines = "%p = bf16[64] parameter(0)\nROOT %c = bf16[16] fusion(%p), kind=kCustom, calls=%outer"
+    found = measure.collectives(module(lines, "num_partitions=4", SCALARS + NESTED))
+    assert found == {"reduce-scatter": Count(1, 1, 128, 128 * 3 // 4)}

@@ -395,6 +395,12 @@ def test_bytes_held_and_sent_are_predicted(name):
         assert sizes == {one.held[part] for one in told}
 
 
+def test_a_prediction_leaves_nothing_of_its_trace():
+    found = stacked(2)
+    with jax.checking_leaks():
+        layouts.predict(of_roles(), jax.eval_shape(lambda: found.params), batch(), loss=found.loss)
+
+
 def test_a_prediction_needs_the_loss():
     with pytest.raises(ValueError, match="which stage reads what the loss tells: give loss="):
         layouts.predict(of_roles("fsdp"), weights(), batch())
