@@ -458,3 +458,18 @@ def test_what_stages_cannot_take_is_said(roles, change, expected):
     layout = of_roles(*roles, stacked=lambda path: path.startswith("layers"), **settings)
     with pytest.raises(ValueError, match=expected):
         evaluate(layout, loss, params, given, check=False, **options)
+
+
+@pytest.mark.parametrize("roles", [("tensor",), ("fsdp", "tensor")])
+def test_an_embedding_that_lies_whole_along_tensor_needs_no_sum(roles):
+    """Where stages cut its vocabulary: only what the layers send is left, here in one stage."""
+    found, roles = case("decoder", 2), ("stage", *roles)
+    layout = catalogue.over(roles, 2 ** len(roles), microbatches=4)
+    spec = layouts.shardings(layout, found.params)["embed"]["kernel"].spec
+    assert "tensor" not in jax.tree.leaves(tuple(spec))
+    told = layouts.predict(layout, jax.eval_shape(lambda: found.params), batch(), loss=found.loss)
+    rows, length = batch()["tokens"].shape
+    width = found.params["embed"]["kernel"].shape[1]
+    activation = rows // layout.size("fsdp") * length * width * 4
+    layers = found.params["blocks"]["q"]["kernel"].shape[0] // 2
+    assert told.sent["tensor",] == pytest.approx(layers * 4 * 2 * activation / 2)

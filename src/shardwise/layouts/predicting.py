@@ -49,9 +49,9 @@ def predict(
     in `measure.by_axis`. `whole` has by path what it costs that no axis of an array divides along
     fsdp. `remat` says whether layers are rematerialised, by default whether the layout does it.
 
-    What runs along axes by hand is exact in the lowered program, and in the compiled one for CPU:
-    parameters, their gradients, attention, by the parameters' logical axes heads, kv_heads and
-    head_dim. A mixture's dispatch depends on what a router chooses, and is left out
+    What runs along axes by hand is exact in the lowered program (with stages beside tensor, where
+    the compiler cuts what fsdp sends, not there), and in the compiled one for CPU: parameters,
+    their gradients, attention, by the parameters' logical axes heads, kv_heads and head_dim. A mixture's dispatch depends on what a router chooses, and is left out
     (`experts.bytes_sent`). Along the tensor axis it is Megatron's formula, with what layers send
     again of which nothing but the input is kept (`tensor.bytes_sent`).
 

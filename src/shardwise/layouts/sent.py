@@ -16,8 +16,10 @@ from shardwise.fsdp.arrays import ArrayLayout
 from shardwise.layouts import gradients
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.meanings import attention
+from shardwise.layouts.placing import parameter_rule
 from shardwise.mesh import axes_of
 from shardwise.objective.means import wide
+from shardwise.rules.rule import specs
 
 TASKS = "forward", "to_input", "to_weights"
 
@@ -78,7 +80,15 @@ class LayoutLedger(Ledger):
         if self.layout.by_hand:
             self._shares(program, own)
         here = [_read(own, i, x) for i, x in enumerate(jax.tree.leaves(shapes))]
-        self.activations(shapes, batch, again, here, (own[0].index == 0, own[-1].last))
+        # An embedding, or head, that lies whole along tensor sends nothing there.
+        laid = specs(parameter_rule(self.layout), shapes, self.layout.auto)
+        cut = [
+            "vocab" in (leaf.axes or ()) and {*self.layout.tensor} & {*jax.tree.leaves(tuple(spec))}
+            for leaf, spec in zip(trees.read(shapes), laid, strict=True)
+        ]
+        ends = (own[0], own[0].index == 0), (own[-1], own[-1].last)
+        ends = tuple(at_end and any(cut[i] for i in stage.rows) for stage, at_end in ends)
+        self.activations(shapes, batch, again, here, ends)
 
     def exact(self, params: Any, laid: Iterable[tuple[Any, NamedSharding]]) -> None:
         """Count gathers of all that is `laid` in parts, and sums over all devices."""
