@@ -51,9 +51,10 @@ def predict(
 
     What runs along axes by hand is exact in the lowered program (with stages beside tensor, where
     the compiler cuts what fsdp sends, not there), and in the compiled one for CPU: parameters,
-    their gradients, attention, by the parameters' logical axes heads, kv_heads and head_dim. A mixture's dispatch depends on what a router chooses, and is left out
-    (`experts.bytes_sent`). Along the tensor axis it is Megatron's formula, with what layers send
-    again of which nothing but the input is kept (`tensor.bytes_sent`).
+    their gradients, attention, by the parameters' logical axes heads, kv_heads and head_dim. A
+    mixture's dispatch depends on what a router chooses, and is left out (`experts.bytes_sent`).
+    Along the tensor axis it is Megatron's formula, with what layers send again of which nothing but
+    the input is kept (`tensor.bytes_sent`).
 
     By the compiler, `held` is exact, and `sent` what the layout asks for: the bytes of the same
     roles by hand, with keys and values gathered along context. What a compiler inserted,
