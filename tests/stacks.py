@@ -109,7 +109,7 @@ def add_compiler(name: str, stack: Stack, python: Path) -> None:
         return say(f"{name}: no TPU or GPU compiler for {sys.platform} on {platform.machine()}")
     tpu = [python, "-m", "pip", "install", "-qq", *stack.compiler(installed(python)["jax"])]
     for kind, install in {"TPU": tpu, "GPU": [python, "-m", "shardwise.topology", "-qq"]}.items():
-        if subprocess.run(install, cwd=ROOT).returncode:
+        if subprocess.run(install, cwd=ROOT, env=os.environ | paths()).returncode:
             say(f"{name}: no {kind} compiler could be installed; what needs it is left out")
 
 
