@@ -106,7 +106,7 @@ DRAWS = {
     "again": Draw(28_112_026, 24, _by_config, _few),
     "tpu": Draw(29_112_026, 24, _by_config, _torus),
     "newer": Draw(1_122_026, 24, _by_config, _torus),
-    "last": Draw(3_122_026, 7, _by_config, _torus),  # the first of 24: more were not compiled yet
+    "last": Draw(3_122_026, 24, _by_config, _torus),
     "products": Draw(30_112_026, 12, _by_config, _few, dict(remat=True, products=True)),
 }
 
