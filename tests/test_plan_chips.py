@@ -4,6 +4,7 @@ import collections
 import itertools
 import math
 
+import jax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -109,6 +110,10 @@ def test_whole_sides_are_rings_and_parts_are_lines():
     assert [side.bandwidth(V5P) for side in between] == [2 * V5P.link_bandwidth / 2]
 
 
+# Whose cores come first; JAX 0.7.2 lays these by another rule.
+SMALL = [(f"tpu7x:2x2x{n}", 1) for n in (1, 2, 4)] if jax.__version_info__ >= (0, 8) else []
+
+
 class Device:
     """A stand-in for a TPU: what `mesh_utils` asks of one."""
 
@@ -131,9 +136,7 @@ class Device:
             ("v5p:2x4x6", 2),
             ("v4:4x4x4", 2),
             ("tpu7x:4x4x4", 1),
-            ("tpu7x:2x2x1", 1),
-            ("tpu7x:2x2x2", 1),
-            ("tpu7x:2x2x4", 1),
+            *SMALL,
         ]
     ),
     st.randoms(),
