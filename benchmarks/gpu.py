@@ -19,10 +19,19 @@ import subprocess
 import sys
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from plan_cases import Case as Planned
+from plan_cases import candidate
+from plan_drawn import drawn
+from plan_table import table
 
+from shardwise import plan, topology
 from shardwise.model import Config
+from shardwise.plan import compiling
+from shardwise.plan.roles import Roles
+from shardwise.plan.seconds import model_flops
 
 ROOT = pathlib.Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "gpu.json"
@@ -50,29 +59,42 @@ SMOL = Config(
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A decoder, rows, tokens of a row, what is recomputed ("all", "products" kept, or nothing),
-    and what computes attention: our tiles, cuDNN's kernel, or PyTorch all of the step.
+    """A decoder, rows, tokens of a row, the layout, and what computes attention: our tiles, cuDNN's
+    kernel, or PyTorch all of the step.
     """
 
-    model: str
     config: Config
     rows: int
     tokens: int
-    again: str
+    roles: Roles
     by: str
+
+
+AGAIN = Roles(remat=True)
 
 
 def _cases():
     sizes = {
-        "Llama 3.2 1B": (LLAMA, 8, 2048, "all"),
-        "Llama 3 8B, 4 layers": (EIGHT, 8, 2048, "all"),
-        "Llama 3.2 1B, kept": (LLAMA, 4, 2048, ""),
-        "Qwen 3 0.6B": (QWEN, 8, 2048, "all"),
-        "Llama 3.2 1B, long rows": (LLAMA, 2, 8192, "all"),
-        "SmolLM2 360M": (SMOL, 16, 2048, "products"),
+        "Llama 3.2 1B": (LLAMA, 8, 2048, AGAIN),
+        "Llama 3 8B, 4 layers": (EIGHT, 8, 2048, AGAIN),
+        "Llama 3.2 1B, kept": (LLAMA, 4, 2048, Roles()),
+        "Qwen 3 0.6B": (QWEN, 8, 2048, AGAIN),
+        "Llama 3.2 1B, long rows": (LLAMA, 2, 8192, AGAIN),
+        "SmolLM2 360M": (SMOL, 16, 2048, Roles(remat=True, products=True)),
     }
     order = [(name, by) for name in sizes for by in ("cudnn", "torch", "tiles")]
-    return {f"{name}; {by}": Case(name, *sizes[name], by) for name, by in order}
+    return {f"{name}; {by}": Case(*sizes[name], by) for name, by in order}
+
+
+@functools.cache
+def by_seed() -> dict[str, Case]:
+    """Those that a seed drew, each with the attention that the plan takes."""
+    found = {}
+    for name, x in drawn("here").items():
+        whole = plan.Plan(x.config, topology.chips(x.chips), x.batch, x.sequence)
+        by = compiling.kernel(whole)
+        found[f"{name}; {by}"] = Case(x.config, x.batch, x.sequence, x.roles, by)
+    return found
 
 
 CASES = _cases()
@@ -80,23 +102,13 @@ NAMES = [n for name in CASES for n in (name, name.replace("tiles", "without a GP
 NAMES = list(dict.fromkeys(NAMES))
 
 
-def roles(case):
-    """How the plan has it."""
-    from shardwise.plan.roles import Roles
-
-    return Roles(remat=bool(case.again), products=case.again == "products")
-
-
 def ours(case: Case) -> dict:
     """A step by `layouts.step` on the GPU: what was compiled, held and took."""
-    import jax
-
     from shardwise import layouts, measure, mesh
-    from shardwise.plan import compiling
     from shardwise.plan.arrays import ADAMW
 
-    job = compiling.program_of(roles(case), case.config, case.rows, case.tokens, ADAMW)
-    layout = compiling.layout_of(roles(case), case.config, mesh.make(data=1), case.by)
+    job = compiling.program_of(case.roles, case.config, case.rows, case.tokens, ADAMW)
+    layout = compiling.layout_of(case.roles, case.config, mesh.make(data=1), case.by)
     params, state = layouts.init(layout, job.create, job.tx, jax.random.key(0))
     batch = {name: jnp.asarray(x) for name, x in _batch(case).items()}
     step = layouts.step(layout, job.loss, job.tx, check=False)
@@ -123,7 +135,7 @@ def pytorch(case: Case) -> dict:
     import torch
 
     torch.manual_seed(0)
-    net = _torch_decoder(case.config, case.again).cuda()
+    net = _torch_decoder(case.config, case.roles).cuda()
     net.layers = torch.nn.ModuleList([torch.compile(layer) for layer in net.layers])
     ends = torch.compile(net.ends)
     tx = torch.optim.AdamW(net.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
@@ -170,7 +182,7 @@ def _batch(case):
     }
 
 
-def _torch_decoder(config, again=""):
+def _torch_decoder(config, roles=AGAIN):
     """Our decoder in PyTorch's own words, in float32."""
     import torch
     from torch import nn
@@ -243,9 +255,10 @@ def _torch_decoder(config, again=""):
         def inside(self, tokens):
             x = self.embed(tokens)
             x = x.bfloat16() if torch.is_autocast_enabled() else x
-            how = {"context_fn": keep} if again == "products" else {}
+            how = {"context_fn": keep} if roles.products else {}
             for layer in self.layers:
-                x = checkpoint(layer, x, use_reentrant=False, **how) if again else layer(x)
+                again = functools.partial(checkpoint, layer, use_reentrant=False, **how)
+                x = again(x) if roles.remat else layer(x)
             return x
 
         def ends(self, x, targets):
@@ -257,7 +270,6 @@ def _torch_decoder(config, again=""):
 
 def same() -> None:
     """Assert that PyTorch's decoder computes our loss, on parameters copied from ours."""
-    import jax
     import torch
     from flax import nnx
 
@@ -274,7 +286,7 @@ def same() -> None:
             if into is None:  # theirs are [out, in]
                 into = value.reshape(to.shape[1], to.shape[0]).T
             to.data = torch.tensor(into)
-        batch = _batch(Case("", config, 2, 32, "", ""))
+        batch = _batch(Case(config, 2, 32, AGAIN, ""))
         with jax.default_matmul_precision("highest"):
             mean = model.loss(decoder, batch)
         tokens, targets = (torch.as_tensor(batch[x]).long() for x in ("tokens", "targets"))
@@ -295,11 +307,6 @@ def _named(decoder, name):
 
 def absent(case: Case) -> dict:
     """The bytes that XLA's compiler for GPUs needs where no GPU is, with attention in tiles."""
-    import jax
-
-    from shardwise import plan, topology
-    from shardwise.plan import compiling
-
     whole = plan.Plan(case.config, topology.chips(CHIPS), case.rows, case.tokens)
     needed = compiling.check(planned(case), whole).fit.needed
     return {"needed": needed, "versions": {"jax": jax.__version__}}
@@ -307,10 +314,7 @@ def absent(case: Case) -> dict:
 
 def planned(case: Case):
     """The plan's candidate."""
-    from plan_cases import Case as Planned
-    from plan_cases import candidate
-
-    return candidate(Planned(case.config, CHIPS, case.rows, case.tokens, roles(case)))
+    return candidate(Planned(case.config, CHIPS, case.rows, case.tokens, case.roles))
 
 
 def recorded() -> dict[str, dict]:
@@ -318,8 +322,10 @@ def recorded() -> dict[str, dict]:
 
 
 def write(record: dict[str, dict]) -> None:
-    """In the order of `NAMES`."""
-    told = (f"{json.dumps(n)}: {json.dumps(record[n])}" for n in NAMES if n in record)
+    """In the order of `NAMES`, then those drawn."""
+    told = (
+        f"{json.dumps(n)}: {json.dumps(record[n])}" for n in [*NAMES, *by_seed()] if n in record
+    )
     RECORD.write_text("{\n" + ",\n".join(told) + "\n}\n")
 
 
@@ -359,25 +365,19 @@ tiles.
 
 def page(record: dict[str, dict]) -> str:
     """The book's page: what the record has, beside the formula as it is."""
-    from plan_table import table
-
-    from shardwise import topology
-    from shardwise.plan.seconds import model_flops
-
     sizes = {
         n.partition(";")[0]: c
         for n, c in CASES.items()
         if f"{n.partition(';')[0]}; cudnn" in record
     }
     peak, gib = topology.CHIPS[CHIPS.partition(":")[0]].peak(), 2**30
-    again = {"all": ", recomputed", "products": ", but for products", "": ""}
     rows, took, off = [], [], []
     for name, case in sizes.items():
         found = planned(case)
         here, tiles, theirs, without = (
             record.get(f"{name}; {by}") for by in ("cudnn", "tiles", "torch", "without a GPU")
         )
-        told = f"{name}, {case.rows} × {case.tokens:,}{again[case.again]}"
+        told = f"{name}, {_size(case)}"
         off += [x["peak"] / x["needed"] - 1 for x in (here, tiles) if x]
         least, most, real = found.memory.total, found.memory.most, here["needed"]
         sizes_of = (least, most, real, without["needed"], theirs and theirs["peak"])
@@ -406,6 +406,11 @@ def page(record: dict[str, dict]) -> str:
     )
 
 
+def _size(case):
+    again = ", but for products" if case.roles.products else ", recomputed"
+    return f"{case.rows} × {case.tokens:,}{again if case.roles.remat else ''}"
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="of cases; all by default")
@@ -417,7 +422,7 @@ def main(argv: list[str]) -> int:
     if asked.same:
         same()
     elif asked.case:
-        case = CASES[asked.case]
+        case = CASES.get(asked.case) or by_seed()[asked.case]
         print(json.dumps((pytorch if case.by == "torch" else ours)(case)))
     elif asked.compile:
         for name in (n for n in NAMES if n.endswith("without a GPU")):
@@ -427,7 +432,8 @@ def main(argv: list[str]) -> int:
     elif asked.table:
         PAGE.write_text(page(recorded()))
     else:
-        _all(asked.names or CASES)
+        jax.config.update("jax_platforms", "cpu")  # or this process would hold the GPU's memory
+        _all(asked.names or [*CASES, *by_seed()])
     return 0
 
 

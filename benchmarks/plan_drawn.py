@@ -5,7 +5,7 @@ A seed is committed before the first of its programs is compiled. `fitted` are m
 decoders as their config.json has them. `again` and `tpu` were drawn after the last fit, and so
 were `products`, on GPUs, whose layers keep their products; `newer`, on TPUs, after `tpu` had
 taught from how many tokens on a step has copies at the loss, and `last` after both had taught what
-is copied.
+is copied. `here` is for one GPU on which they run.
 """
 
 import dataclasses
@@ -107,6 +107,7 @@ DRAWS = {
     "tpu": Draw(29_112_026, 24, _by_config, _torus),
     "newer": Draw(1_122_026, 24, _by_config, _torus),
     "last": Draw(3_122_026, 24, _by_config, _torus),
+    "here": Draw(28_112_027, 8, _by_config, lambda rng: "h200:1x1"),
     "products": Draw(30_112_026, 12, _by_config, _few, dict(remat=True, products=True)),
 }
 
