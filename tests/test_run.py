@@ -344,6 +344,15 @@ def test_no_mean_and_vectors_of_aux(tmp_path):
     assert "loss_of_mean" not in metrics.read(tmp_path / "evaluations.jsonl")[0]
 
 
+def test_a_step_is_compiled_beside_the_judgement_and_not_again(tmp_path, caplog):
+    settings = given(tmp_path, steps=2, ema=None, evaluation=Evaluation(every=0))
+    options = dict(create=create, loss=lambda *args: loss(*args), tx=TX)
+    with jax.log_compiles():  # of this thread
+        run.train(settings, batches=rows(), **options)
+    here = [x for x in caplog.messages if x.startswith("Finished XLA compilation of")]
+    assert here and not any("train_step" in x for x in here)
+
+
 AUX = [("sum", 1.0), ("mean", 1 / 8), ({"seen": "max"}, 1 / 8)]
 
 

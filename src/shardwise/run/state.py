@@ -1,10 +1,12 @@
 """The state of a run, the programs that change it, and keys, which seed and step alone decide."""
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +167,19 @@ def step_program(
     shardings = jax.tree.map(lambda x: x.sharding, state)
     out = (*shardings, NamedSharding(layout.auto, P()))
     return jax.jit(train_step, donate_argnums=(0, 1), out_shardings=out)
+
+
+@contextlib.contextmanager
+def compiling(program: Callable, given: tuple) -> Iterator[None]:
+    """Compile a step in a thread beside what the block does; its call finds it compiled.
+
+    It is traced here, before: a loss need not bear two threads. What fails, the call says; what is
+    several programs has nothing to lower.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        with contextlib.suppress(Exception):
+            pool.submit(program.lower(*given).compile)
+        yield
 
 
 def _recorded(aux):
