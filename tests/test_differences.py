@@ -154,6 +154,8 @@ def test_what_trims_the_padding_belongs_to_it():
     padded = op("reduce-scatter", (1024, 96), trips=3, source="", notes=("padded",))
     trims = op("collective-permute", (24, 96), trips=3, n=None, source="")
     assert named([SCATTER], [padded, trims]).keys() == {"padded"}
+    others = op("reduce-scatter", (60, 32)), op("reduce-scatter", (64, 32), notes=("padded",))
+    assert named([SCATTER, others[0]], [padded, others[1], trims]).keys() == {"padded"}
     assert "inserted" in named([SCATTER], [padded, op("collective-permute", (7,), n=None)])
 
 

@@ -424,6 +424,23 @@ def test_the_router_learns_from_what_experts_return(k):
     assert jnp.abs(grads["router"]["kernel"][...]).max() > 1e-3
 
 
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_choice_among_experts_that_are_alike_is_one_of_them(k):
+    """Several choices have weights that add up to 1; one alone has the router's score."""
+    config = dataclasses.replace(SMALL, experts_per_token=k, capacity_factor=None)
+    layer = nnx.jit(lambda: Experts(config, nnx.Rngs(0)))()
+    for stacked in (layer.gate, layer.up, layer.down):
+        stacked.kernel[...] = jnp.repeat(stacked.kernel[...][:1], config.experts, axis=0)
+    x = np.random.default_rng(1).normal(size=(2, 3, 12)).astype(np.float32)
+    router, gate, up, down = (
+        np.asarray(each.kernel[...]) for each in (layer.router, layer.gate, layer.up, layer.down)
+    )
+    z, scores = x @ gate[0], np.exp(x @ router)
+    weight = 1 if k == 2 else (scores / scores.sum(-1, keepdims=True)).max(-1, keepdims=True)
+    expected = weight * ((z / (1 + np.exp(-z)) * (x @ up[0])) @ down[0])
+    np.testing.assert_allclose(layer(jnp.asarray(x))[0], expected, rtol=1e-4, atol=1e-5)
+
+
 @SLOW
 @pytest.mark.parametrize("changes", [dict(scan=False, stages=2, remat=True)], ids=str)
 def test_how_a_decoder_with_experts_runs_does_not_change_it(changes):

@@ -159,6 +159,30 @@ def test_under_a_layout_it_is_one_device(name):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6 * (1 + np.abs(b).max()))
 
 
+@pytest.mark.parametrize("by", ["hand", "compiler"])
+@pytest.mark.parametrize("sizes", [dict(fsdp=8), dict(fsdp=4, tensor=2)], ids=str)
+def test_a_kernel_sees_the_rows_and_heads_of_its_device(sizes, by):
+    seen = set()
+
+    def kernel(q, k, v, places, mask):
+        seen.update(x.shape for x in (q, k, v))
+        return v
+
+    def loss(params, batch):
+        x = params["w"][None, None, :, None] * batch["x"]
+        return jnp.mean(marks.attend(x, x, x, marks.places(None, *x.shape[:2])))
+
+    heads = dict(tensor="tensor", over=P("tensor")) if "tensor" in sizes else {}
+    layout = layouts.Layout(mesh.make(**sizes), fsdp="fsdp", by=by, kernel=kernel, **heads)
+    x = np.random.default_rng(0).normal(size=(16, 3, 4, 2)).astype(np.float32)
+    placed = layouts.place(layout, {"w": jnp.ones(4)})
+    function = layouts.value_and_grad(layout, loss, check=False)  # a check tries other shapes
+    mean, grads = function(placed, {"x": x})
+    assert seen == {(16 // sizes["fsdp"], 3, 4 // sizes.get("tensor", 1), 2)}
+    np.testing.assert_allclose(mean, x.mean(), atol=1e-6)
+    np.testing.assert_allclose(layouts.whole(layout, grads)["w"], x.mean((0, 1, 3)) / 4, atol=1e-6)
+
+
 @pytest.mark.parametrize("settings", [{}, {"attention": "ulysses", "by": "compiler"}])
 def test_a_kernel_needs_whole_sequences(settings):
     with pytest.raises(ValueError, match="kernel= computes attention to whole sequences"):

@@ -7,11 +7,12 @@ import shlex
 import subprocess
 import sys
 import textwrap
+import types
 
 import pytest
 
 from shardwise.run import launch
-from shardwise.run.launch.slurm import own_gpus
+from shardwise.run.launch import slurm
 from shardwise.run.settings import option
 
 
@@ -55,9 +56,24 @@ def test_a_dry_run_for_ray_prints_what_each_worker_would_run(tmp_path, capfd):
 
 
 def test_tasks_of_a_node_share_out_its_gpus():
-    found = [own_gpus(2, {"SLURM_LOCALID": str(i)})["JAX_LOCAL_DEVICE_IDS"] for i in range(4)]
+    found = [slurm.own_gpus(2, {"SLURM_LOCALID": str(i)})["JAX_LOCAL_DEVICE_IDS"] for i in range(4)]
     assert found == ["0,1", "2,3", "4,5", "6,7"]
-    assert own_gpus(0, {}) == {}
+    assert slurm.own_gpus(0, {}) == {}
+
+
+def test_a_node_is_asked_for_the_gpus_of_all_its_tasks(tmp_path, monkeypatch):
+    """By a stand-in for submitit, which need not be here."""
+    asked = {}
+    submitter = types.SimpleNamespace(
+        update_parameters=lambda **told: asked.update(told),
+        _make_submission_file_text=lambda *_: "",
+        _submitit_command_str="",
+    )
+    monkeypatch.setitem(sys.modules, "submitit", types.ModuleType("submitit"))
+    monkeypatch.setattr(slurm, "executor", lambda *_: submitter)
+    argv = ["slurm", "--tasks-per-node", "3", "--gpus-per-task", "4", "--dry-run", "--", "train"]
+    assert launch.main([*argv, "--run", str(tmp_path)]) == 0
+    assert asked["ntasks_per_node"] == 3 and asked["gpus_per_node"] == 12
 
 
 # From here on: what needs submitit or Ray, in a Python that starts as `shardwise launch` would.

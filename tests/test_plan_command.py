@@ -194,7 +194,12 @@ def test_in_so_many_days_are_the_fewest_that_are_in_time():
 
 
 @pytest.mark.parametrize(
-    "kind, number", [("v5e", [4, 8, 16, 32, 64, 128, 256, 512]), ("gb200", [1, 2, 4, 64, 128, 256])]
+    "kind, number",
+    [
+        ("v5e", [4, 8, 16, 32, 64, 128, 256, 512]),
+        ("v5p", [4, 8, 16, 32, 64, 128, 256, 512]),
+        ("gb200", [1, 2, 4, 64, 128, 256]),
+    ],
 )
 def test_usual_shapes_are_shapes(kind, number):
     found = list(usual(kind, 1, 512))

@@ -69,6 +69,7 @@ def test_memory_of_two_products_is_the_count():
     # Of the weights the backward pass needs the last alone: x has no gradient.
     assert cut.kept - whole.kept == 4 * WIDE * HIDDEN
     assert 4 * rows * (HIDDEN + WIDE) <= whole.kept <= 4 * rows * 2 * (HIDDEN + WIDE)
+    assert whole.logits == 4 * rows * HIDDEN  # the gradient of tanh's: a product needs both
     assert whole.gradients == size and whole.summed == 0
     assert found[1, 4].memory.terms.summed == size
     assert found[1, 4].memory.terms.kept == whole.kept // 4
@@ -226,6 +227,7 @@ def test_a_loss_that_keeps_less_is_no_rematerialised_layer():
 
     indexed = plans(optax.softmax_cross_entropy_with_integer_labels)
     compared = plans(model.cross_entropy)
+    assert compared.logits == indexed.logits == 0  # it takes their place: no product needs them
     assert compared.layer == 0 and compared.kept == pytest.approx(indexed.kept, rel=0.05)
 
 

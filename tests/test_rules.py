@@ -166,6 +166,12 @@ def test_of_equal_axes_the_last_is_cut_unless_told_otherwise():
     assert specs(rules.FSDPRule("fsdp", pick="first"), tree) == {"w": P("fsdp")}
 
 
+def test_an_array_of_min_size_is_cut_and_of_an_element_fewer_is_not():
+    tree = {"w": jnp.zeros((8, 8))}
+    assert specs(rules.FSDPRule("fsdp", min_size=64), tree) == {"w": P(None, "fsdp")}
+    assert specs(rules.FSDPRule("fsdp", min_size=65), tree) == {"w": P()}
+
+
 def test_what_may_be_layers_is_not_cut_unless_somebody_says_so():
     plain = {"w": jnp.zeros((64, 32, 8)), "v": jnp.zeros((64, 8))}
     found = specs(rules.FSDPRule("fsdp", min_size=1), plain)

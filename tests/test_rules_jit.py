@@ -109,6 +109,9 @@ def test_donation_aliases_as_with_jax_jit():
     grads = rules.place(params, FSDP, MESH)
     ours(grads=grads, params=placed)
     assert placed["w"].is_deleted() and not grads["w"].is_deleted()
+    placed = rules.place(params, FSDP, MESH)
+    rules.jit(step, MESH, (FSDP, FSDP), FSDP, donate_argnums=-1)(placed, grads)  # from the end
+    assert grads["w"].is_deleted() and not placed["w"].is_deleted()
 
 
 def test_names_bind_marks_for_this_function_only():

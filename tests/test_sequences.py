@@ -147,7 +147,8 @@ def test_what_sees_no_other_token_runs(name):
     def loss(params, batch):
         size = batch["mask"].shape[1]
         turns = marks.index("sequence", size) / 32  # large ones cancel in the gradient's sum
-        x = jnp.sin(params["w"] * turns)[None] * batch["rows"][:, None]
+        of_row = marks.total(jnp.sum(batch["mask"], axis=1), ("sequence",))  # its real tokens
+        x = jnp.sin(params["w"] * turns)[None] * (batch["rows"] / (1 + of_row))[:, None]
         return each(
             params, batch, x + jnp.flip(x[:, :, None] * jnp.ones((1, 1, 3)), 2).mean(axis=2)
         )

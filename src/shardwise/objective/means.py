@@ -18,7 +18,7 @@ class Mean(NamedTuple):
     count: ArrayLike | None
 
 
-def normal(loss: Callable, has_aux: bool = False) -> Callable:
+def normal(loss: Callable, has_aux: bool) -> Callable:
     """`loss` with outputs of one form, `(Mean, tree)`: the tree is () without `has_aux`.
 
     It is handed `key=` only where there is one.
