@@ -513,6 +513,12 @@ def test_arrays_that_do_not_divide_are_left_whole_and_told_or_refused(by):
         layouts.place(dataclasses.replace(layout, uneven="error"), params)
 
 
+@pytest.mark.parametrize("make", [layouts.value_and_grad, layouts.value])
+def test_a_loss_in_the_place_of_the_layout_is_named(make):
+    with pytest.raises(TypeError, match=r"layouts\.value\w*: .*abs.* is no Layout; it comes first"):
+        make(abs, layouts.Layout(mesh.make(data=8), data="data"))
+
+
 def test_heads_have_to_divide():
     params = values()
     odd = dataclasses.replace(layouts.LAYOUTS["tensor"](8), cut=("head_dim",))

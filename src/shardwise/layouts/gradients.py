@@ -30,6 +30,8 @@ def mean_and_grad(layout: Layout, loss, has_aux, aux, who, backward=True) -> Cal
 
     It is jitted, but for exact layouts. Without `backward` the gradient may be None.
     """
+    if not isinstance(layout, Layout):
+        raise TypeError(f"{who}: {layout!r} is no Layout; it comes first, and the loss after it.")
     if layout.exact:
         return exact.mean_and_grad(layout, loss, has_aux, aux, who, backward)
     if layout.by_hand and not layout.stage:
