@@ -340,6 +340,8 @@ def test_the_compiler_checks_the_best_in_silence(tmp_path):
 @pytest.mark.parametrize("cut, dtype", [("fsdp", jnp.float32), ("tensor", jnp.bfloat16)])
 def test_the_compiler_checks_stages_too(cut, dtype, tmp_path, monkeypatch):
     """Beside fsdp by hand; and beside tensor, with weights that are cast where they are used."""
+    if cut == "tensor" and jax.__version_info__ < (0, 8):
+        pytest.skip("JAX 0.7 lowers no Pallas kernel for TPUs there; the command says so")
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
     config = model.Config(
         vocab=512, embed=128, layers=4, heads=4, kv_heads=4, head_dim=64, mlp=256, dtype=dtype

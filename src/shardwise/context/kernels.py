@@ -25,6 +25,7 @@ class Splash:
     Raises:
       ValueError: at the call, another mask than `marks.causal`, or a sequence that no multiple of
         128 divides.
+      NotImplementedError: JAX 0.7's, when lowered for TPUs in stages beside tensor.
     """
 
     block: int = 512

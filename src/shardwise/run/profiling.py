@@ -67,8 +67,9 @@ def read(folder: str | Path) -> list[Op]:
     with warnings.catch_warnings():  # jaxlib's own types, of some releases
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
+            _check_whole(files[-1].read_bytes())
             planes = list(ProfileData.from_file(str(files[-1])).planes)
-        except RuntimeError as error:
+        except (RuntimeError, IndexError) as error:
             raise ValueError(
                 f"run: {files[-1]} is no whole trace ({error}); record it again."
             ) from error
@@ -77,6 +78,21 @@ def read(folder: str | Path) -> list[Op]:
             for line in (line for plane in planes for line in plane.lines):
                 runs |= _launches(line)
         return [op for plane in planes for line in plane.lines for op in _ops(plane, line, runs)]
+
+
+def _check_whole(trace):
+    """Raise an IndexError for bytes that are cut off, at which JAX 0.7 would end the process.
+
+    A trace is a protobuf of fields that begin with a tag and their length, seven bits a byte.
+    """
+    at = 0
+    while at < len(trace):
+        length, shift, at = 0, 0, at + 1
+        while trace[at] > 127:
+            length, shift, at = length | (trace[at] & 127) << shift, shift + 7, at + 1
+        at += 1 + (length | trace[at] << shift)
+    if at > len(trace):
+        raise IndexError(f"{at - len(trace):,} bytes are missing")
 
 
 def _is_gpu(plane):
