@@ -665,7 +665,12 @@ def test_a_trace_tells_compute_from_collectives(tmp_path):
 def test_a_trace_of_a_gpu_has_its_kernels_run_by_run(tmp_path):
     """Recorded on an H200: four steps of one program, the last handed over 20 ms late."""
     packed = resources.files("shardwise_book").joinpath("traces/h200.xplane.pb.gz").read_bytes()
-    (tmp_path / "one.xplane.pb").write_bytes(gzip.decompress(packed))
+    trace = gzip.decompress(packed)
+    for size in 1, len(trace) // 2, len(trace) - 1:
+        (tmp_path / "one.xplane.pb").write_bytes(trace[:size])
+        with pytest.raises(ValueError, match="is no whole trace"):
+            profiling.read(tmp_path)
+    (tmp_path / "one.xplane.pb").write_bytes(trace)
     ops = profiling.read(tmp_path)
     assert [len(run) for run in profiling.runs(ops)] == [551] * 4  # of the 2,204 on its stream
     assert profiling.compilations(ops) == {"jit_run": 1}

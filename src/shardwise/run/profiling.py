@@ -67,8 +67,9 @@ def read(folder: str | Path) -> list[Op]:
     with warnings.catch_warnings():  # jaxlib's own types, of some releases
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
-            _check_whole(files[-1].read_bytes())
-            planes = list(ProfileData.from_file(str(files[-1])).planes)
+            trace = files[-1].read_bytes()
+            _check_whole(trace)
+            planes = list(ProfileData.from_serialized_xspace(trace).planes)
         except (RuntimeError, IndexError) as error:
             raise ValueError(
                 f"run: {files[-1]} is no whole trace ({error}); record it again."

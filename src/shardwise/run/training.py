@@ -166,13 +166,16 @@ class _Run:
         self.notes.say("reading", step=step)
         batch = next(batches)
         self.notes.say("compiling" if first else "stepping")
-        asked = state.flags(self.layout, self.stop.signal is not None)
-        given = self.params, self.opt_state, batch, np.int32(step), asked
+
+        def given():
+            asked = state.flags(self.layout, self.stop.signal is not None)
+            return self.params, self.opt_state, batch, np.int32(step), asked
+
         if step == 1:  # what goes on was judged when it began
-            with state.compiling(self.program, given):
+            with state.compiling(self.program, given()):
                 self.judge(self.params, batch)
         with jax.profiler.StepTraceAnnotation("step", step_num=step):
-            self.params, self.opt_state, record = self.program(*given)
+            self.params, self.opt_state, record = self.program(*given())
         # A step is looked at when the next one is under way, so that devices never wait for this
         # process; but for the first.
         agreed = self._flush()
