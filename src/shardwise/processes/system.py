@@ -111,9 +111,10 @@ def together(who: str) -> Iterator[dict[str, Any]]:
     names = dict.fromkeys(name for _, has in told for name in has)
     differ = [n for n in names if any(has.get(n) != told[0][1].get(n) for _, has in told)]
     if differ:
-        each = (", ".join(f"{n} {has.get(n, 'missing')}" for n in differ) for _, has in told)
+        each = (", ".join(f"{n} {has.get(n, 'missing')}" for n in differ[:3]) for _, has in told)
         every = "; ".join(f"Process {process} has {text}" for process, text in enumerate(each))
-        raise ValueError(f"{who}: the processes differ. {every}")
+        more = f"; and they differ in {len(differ) - 3} more" if differ[3:] else ""
+        raise ValueError(f"{who}: the processes differ. {every}{more}")
 
 
 def of_all(value: Any) -> list[Any]:
