@@ -29,12 +29,9 @@ def latest(directory: str | os.PathLike) -> int | None:
 
 def stored(directory: str | os.PathLike, step: int, item: str) -> dict[str, Chunks]:
     """{path: Chunks} of an item's arrays, by its index in a local directory."""
-    where = address(directory)
-    # Of an item without a handler Orbax warns that it could not be restored.
-    others = [path.name for path in Path(where, str(step)).glob("*/")]
-    with reader(where, dict.fromkeys(others, False) | {item: True}) as manager:
-        metadata = manager.item_metadata(step)[item].tree
-    return chunks.chunks_of(metadata, chunks.places(Path(where, str(step), item)))
+    folder = Path(address(directory), str(step), item)
+    metadata = ocp.PyTreeCheckpointHandler().metadata(folder).tree
+    return chunks.chunks_of(metadata, chunks.places(folder))
 
 
 def restore(
