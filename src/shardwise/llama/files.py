@@ -114,9 +114,8 @@ def _part(weight, each, asked, sizes, dtype):
 
 
 def _library():
-    """The module safetensors."""
     try:
-        import safetensors
+        import safetensors.numpy
     except ImportError:
         how = "pip install 'shardwise[safetensors]'"
         raise ImportError(f"llama: needs safetensors: {how}") from None
@@ -229,18 +228,12 @@ def _write(folder, plan, leaves, writes):
         arrays = {n: _gathered(leaves[path], WEIGHTS[path], layer) for n, path, layer in entries}
         try:
             if writes and not failed:
-                _write_file(folder / file, arrays)
+                # Said to be of PyTorch, whose axes these are: transformers asks.
+                _library().numpy.save_file(arrays, folder / file, metadata={"format": "pt"})
         except Exception as error:  # raised when the others wait for this process no more
             failed = error
     if failed:
         raise failed
-
-
-def _write_file(path, arrays):
-    from safetensors.numpy import save_file
-
-    # Said to be of PyTorch, whose axes these are: transformers asks.
-    save_file(arrays, path, metadata={"format": "pt"})
 
 
 def _gathered(leaf, weight, layer):
