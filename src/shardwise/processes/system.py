@@ -57,8 +57,6 @@ def join(
     # An error before any process waits for the others.
     share = None if count is None else _share(devices, count, real)
     if count != 1:
-        if share:
-            jax.config.update("jax_num_cpu_devices", share)
         options = dict(heartbeat_timeout_seconds=heartbeat)
         if not missing:
             options |= dict(coordinator_address=address, num_processes=count, process_id=index)
