@@ -97,15 +97,14 @@ class Linear(nnx.Module):
         shape = tuple(sizes[name] for name in axes)
         limit = (3 / math.prod(sizes[name] for name in over)) ** 0.5
         kernel = jax.random.uniform(rngs.params(), shape, config.param_dtype, -limit, limit)
-        self.kernel, self.has_bias = nnx.Param(kernel, logical_axes=axes), bias
-        if bias:
-            zeros = jnp.zeros(shape[1:], config.param_dtype)
-            self.bias = nnx.Param(zeros, logical_axes=axes[1:])
+        self.kernel = nnx.Param(kernel, logical_axes=axes)
+        zeros = jnp.zeros(shape[1:], config.param_dtype)
+        self.bias = nnx.Param(zeros, logical_axes=axes[1:]) if bias else None
         self.dtype = config.dtype
 
     def __call__(self, letters, x):
         y = jnp.einsum(letters, x, self.kernel[...].astype(self.dtype))
-        return y + self.bias[...].astype(self.dtype)[None, None] if self.has_bias else y
+        return y if self.bias is None else y + self.bias[...].astype(self.dtype)[None, None]
 
 
 class RMSNorm(nnx.Module):
