@@ -39,22 +39,19 @@ def walk(tree: Any, is_leaf: Callable = lambda x: False) -> Iterator[tuple[tuple
     """(components of the path, leaf, its box or None) for each leaf of `tree`."""
     found, _ = jax.tree_util.tree_flatten_with_path(tree, lambda x: _is_box(x) or is_leaf(x))
     for keys, leaf in found:
-        above = tuple(path([key]) for key in keys)
-        if not _is_box(leaf):
-            yield above, leaf, None
-            continue
-        for inner, array in jax.tree_util.tree_flatten_with_path(leaf)[0]:
+        box = leaf if _is_box(leaf) else None
+        for inner, array in jax.tree_util.tree_flatten_with_path(leaf, is_leaf)[0]:
             # The first key is the box's own; more follow where it holds a tree.
-            yield (*above, *(path([key]) for key in inner[1:])), array, leaf
+            yield tuple(map(_component, (*keys, *inner[1:]))), array, box
 
 
 def path(keys: Iterable[Any]) -> str:
     """The text of a path of JAX's keys, as `jax.tree_util.tree_flatten_with_path` gives them."""
+    return "/".join(map(_component, keys))
 
-    def component(key):  # keys of another library's own classes have these attributes too
-        return str(next((getattr(key, x) for x in ("key", "name", "idx") if hasattr(key, x)), key))
 
-    return "/".join(map(component, keys))
+def _component(key):  # keys of another library's own classes have these attributes too
+    return str(next((getattr(key, x) for x in ("key", "name", "idx") if hasattr(key, x)), key))
 
 
 def _is_box(x: Any) -> bool:
@@ -118,20 +115,15 @@ def read(tree: Any, names: Any = None) -> list[Leaf]:
     `names` is a tree of tuples, as the parameters are; what belongs to a parameter (`owners`), such
     as an optimizer's moment, has the same names.
     """
-    found = [
-        (Leaf("/".join(keys), jnp.shape(x), None, x), axis_names(box))
-        for keys, x, box in walk(tree)
-    ]
-    if names is not None and not names:  # no owners, who would want each array by its own path
-        found = [(leaf, None) for leaf, _ in found]
-    elif names is not None:
+    found = [*walk(tree)]
+    axes = [axis_names(box) for _, _, box in found]
+    if names is not None:
         named = _names(names)
-        whose = owners(tree, names, _is_names)
-        found = [
-            (leaf, owner and named[owner.index])
-            for (leaf, _), owner in zip(found, whose, strict=True)
-        ]
-    return [leaf._replace(axes=_for_each_axis(leaf, axes)) for leaf, axes in found]
+        # Of no names there are no owners, who would want each array by its own path.
+        whose = owners(tree, names, _is_names) if names else [None] * len(found)
+        axes = [owner and named[owner.index] for owner in whose]
+    bare = [Leaf("/".join(keys), jnp.shape(x), None, x) for keys, x, _ in found]
+    return [x._replace(axes=_for_each_axis(x, own)) for x, own in zip(bare, axes, strict=True)]
 
 
 def _names(tree):
@@ -173,7 +165,7 @@ class Owner(NamedTuple):
     index: int
     path: str
     shape: tuple[int, ...] | None
-    axes: tuple[int | None, ...] | None
+    axes: tuple[int | None, ...] | None = None
 
 
 def owners(state: Any, params: Any, is_leaf: Callable | None = None) -> list[Owner | None]:
@@ -193,8 +185,7 @@ def owners(state: Any, params: Any, is_leaf: Callable | None = None) -> list[Own
 
     def take(pairs):
         for leaf, parameter in pairs:
-            path, axes = "/".join(parameter.keys), _axes(leaf, parameter)
-            found.setdefault(leaf.index, Owner(parameter.index, path, parameter.shape, axes))
+            found.setdefault(leaf.index, parameter._replace(axes=_axes(leaf, parameter)))
 
     is_tree = () not in parameters  # of a bare array, anything else would be
     ways = (False, _has_its_shape), (is_tree, _has_axes), (False, lambda *pair: is_tree)
@@ -210,21 +201,15 @@ def owners(state: Any, params: Any, is_leaf: Callable | None = None) -> list[Own
     return [found.get(leaf.index) for leaf in arrays.values() if leaf]
 
 
-class _Array(NamedTuple):
-    index: int
-    keys: tuple
-    shape: tuple | None
-
-
 def _by_keys(tree, is_leaf=None):
-    """{the components of a path: the `_Array` there, or None for a hole}."""
+    """{the components of a path: the array there, as an `Owner`, or None for a hole}."""
     found, index = {}, 0
     for keys, x, _ in walk(tree, is_leaf or _is_hole):
         if is_leaf is None and _is_hole(x):
             found[keys] = None
             continue
         shape = None if isinstance(x, tuple | str) or callable(x) else tuple(jnp.shape(x))
-        found[keys] = _Array(index, keys, shape)
+        found[keys] = Owner(index, "/".join(keys), shape)
         index += 1
     return found
 
@@ -287,7 +272,7 @@ def _axes(leaf, parameter):
         for axes in itertools.combinations(numbers, len(shape))
         if shape == tuple(whole[i] for i in axes)
     ]
-    if "v_col" in leaf.keys and len(whole) > 1:
+    if "v_col" in leaf.path.split("/") and len(whole) > 1:
         # Optax factors the two largest axes, of equal ones the last; v_row lacks the largest, and
         # v_col the other. That tells them apart where two axes are equally long.
         lacks = sorted(numbers, key=lambda i: whole[i])[-2]
