@@ -184,7 +184,7 @@ def _check_parts(trials, apart, reason=None):
 
 def _check_added(trials, splits, apart):
     """Refuse an auxiliary output to be added up whose sum over parts is not that of the whole."""
-    paths = [path for path, (way, _) in trials.outputs[trials.part.size].items() if way == "sum"]
+    paths = [path for path, way, _ in trials.outputs[trials.part.size] if way == "sum"]
     first, seen = len(trials.names), list(apart)
     for seed in range(SILENT):
         if np.any([whole.sizes[first:] for _, whole, *_ in seen], axis=0).all():
@@ -223,8 +223,8 @@ def _sizes(trials, *found):
 def _check_rows(trials):
     """Refuse an output that has the rows of its part and is not to be concatenated."""
     whole, part = (trials.outputs[n] for n in (trials.part.size, trials.part.size // 2))
-    for path, (way, shape) in whole.items():
-        if way != "concatenate" and shape != part[path][1]:
+    for (path, way, shape), (_, _, of_part) in zip(whole, part, strict=True):
+        if way != "concatenate" and shape != of_part:
             raise Indivisible(
                 f"objective.check: the loss's auxiliary output {path} has the rows of its part of "
                 f"the batch, and aux={way!r} would make one of the rows of all parts: say "

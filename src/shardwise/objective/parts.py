@@ -70,15 +70,19 @@ def check_cut(who: str, what: str, size: int, parts: int, along: str) -> None:
         )
 
 
-def check_arrays(tree: Any, who: str) -> None:
+GIVEN = (
+    "Keep what is no array out of the tree, and put it back within the loss (nnx.split and "
+    "nnx.merge; eqx.partition with eqx.is_array and eqx.combine)."
+)
+RETURNED = "Return arrays and numbers, of which those of all parts become one."
+
+
+def check_arrays(tree: Any, who: str, remedy: str = GIVEN) -> None:
     """Raise TypeError where a leaf is neither an array nor a number."""
     for path, x in trees.leaves(tree):
         if not hasattr(x, "dtype") and not isinstance(x, int | float | complex):
-            raise TypeError(
-                f"{who}: {path or 'the parameter'} is a {type(x).__name__}, not an array. Keep "
-                f"what is no array out of the tree, and put it back within the loss (nnx.split and "
-                f"nnx.merge; eqx.partition with eqx.is_array and eqx.combine)."
-            )
+            kind = type(x).__name__
+            raise TypeError(f"{who}: {path or 'the tree'} is a {kind}, not an array. {remedy}")
 
 
 def check_params(params: Any, mesh: Mesh, who: str) -> None:
@@ -189,16 +193,5 @@ def outputs(aux: Any, tree: Any) -> list[tuple[str, Any, str]]:
     """(path, leaf, way) of each auxiliary output; none where `aux` is None: nobody reads them."""
     if aux is None:
         return []
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    paths = [jax.tree_util.keystr(keys) or "tree" for keys, _ in leaves]
-    return list(zip(paths, (x for _, x in leaves), ways(aux, tree), strict=True))
-
-
-def check_outputs(tree: Any) -> None:
-    """Raise TypeError for a leaf that is neither an array nor a number."""
-    for path, x, _ in outputs("sum", tree):
-        if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
-            raise TypeError(
-                f"the loss's auxiliary output {path} is a {type(x).__name__}; expected arrays and "
-                f"numbers, of which those of all parts become one."
-            )
+    leaves = zip(trees.leaves(tree), ways(aux, tree), strict=True)
+    return [(path or "tree", x, way) for (path, x), way in leaves]

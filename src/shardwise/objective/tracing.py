@@ -12,7 +12,7 @@ from jax.interpreters import partial_eval
 
 from shardwise import jaxprs, marks
 from shardwise.objective.means import Mean, normal
-from shardwise.objective.parts import SEQUENCE, check_outputs, meaning
+from shardwise.objective.parts import RETURNED, SEQUENCE, check_arrays, meaning
 from shardwise.objective.reasons import refuse_scalar
 
 DRAWS = {"random_bits", "random_gamma", "rng_bit_generator"}  # from a key, their first input
@@ -87,7 +87,7 @@ def trace(loss: Callable, params, batch, rows, args=(), key=None, has_aux=False)
     def part(params, batch, rows, args, key):
         with marks.bind(index=meaning(rows)):
             out = bare(params, batch, *args, key=key)
-        check_outputs(out[1])
+        check_arrays(out[1], "the loss's auxiliary outputs", RETURNED)
         return out
 
     groups = dict(params=params, batch=batch, rows=rows, args=args, key=key)

@@ -105,7 +105,7 @@ class Trials:
     def __init__(self, case: Case, part: Part, widened: bool = True):
         self.case, self.part, self.widened = case, part, widened
         self.local = {}  # {entries: the shapes of what is local}
-        self.outputs = {}  # {entries: {path of an auxiliary output: (its way, its shape)}}
+        self.outputs = {}  # {entries: [(path of an auxiliary output, its way, its shape)]}
         self.names = []  # of the numbers, but for auxiliary outputs; the first `sums` are sums
         self.sums, self.rounding = 0, 0.0  # of the loss's total, relative to it
         self.shaken = None  # the last turn, and parameters shaken for it
@@ -201,7 +201,7 @@ class Trials:
             sums = [total] if count is None else [total, jnp.asarray(count).astype(jnp.float32)]
             self.names, self.sums = ["total", "count"][: len(sums)], len(sums)
             leaves = outputs(case.aux, extra)
-            self.outputs[entries] = {path: (way, jnp.shape(x)) for path, x, way in leaves}
+            self.outputs[entries] = [(path, way, jnp.shape(x)) for path, x, way in leaves]
             added = [stand_ins.projected(x) for _, x, way in leaves if way == "sum"]
             # Of a mean over rows a part is a share; a sum is made small, as a mean is.
             weight = (entries if count is None else 1) / self.part.size
