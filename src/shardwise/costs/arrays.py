@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from shardwise import tree as trees
 from shardwise.model import Config
-from shardwise.rules.fsdp import dividing
+from shardwise.rules.kinds import dividing
 
 # From the links that carry least to those that carry most.
 ORDER = ("stage", "data", "fsdp", "expert", "context", "tensor")

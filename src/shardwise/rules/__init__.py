@@ -7,8 +7,7 @@ array that has axes.
 """
 
 from shardwise.rules.compiling import jit
-from shardwise.rules.fsdp import FSDPRule
-from shardwise.rules.naming import LogicalRules, PathRules, PolicyRule
+from shardwise.rules.kinds import FSDPRule, LogicalRules, PathRules, PolicyRule
 from shardwise.rules.placement import constrain_tree, describe, place, shardings, whole
 from shardwise.rules.rule import follow
 from shardwise.tree import leaves as named_leaves

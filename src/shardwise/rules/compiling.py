@@ -67,9 +67,9 @@ class _Jit:
         self._name = getattr(fn, "__name__", repr(fn))  # a functools.partial has none
         self._in_rules, self._out_rules = in_rules, out_rules
         self._signature = inspect.signature(fn)
-        self._parameters = list(self._signature.parameters)
+        self._places = {name: i for i, name in enumerate(self._signature.parameters)}
         numbers = (donate_argnums,) if isinstance(donate_argnums, int) else donate_argnums
-        self._donated = {n % len(self._parameters) if n < 0 else n for n in numbers}
+        self._donated = {n % len(self._places) if n < 0 else n for n in numbers}
         self._programs, self._lock = {}, threading.RLock()
 
     def _used(self, way, /, *args, **kwargs):
@@ -92,10 +92,9 @@ class _Jit:
 
     def _build(self, names, given):
         """Trace once, resolve the rules by what was seen, and jit what was traced."""
-        count, last = len(given) - len(names), len(self._parameters) - 1
+        count, last = len(given) - len(names), len(self._places) - 1
         # The place of each argument among the function's parameters, of which **more is the last.
-        known = {name: i for i, name in enumerate(self._parameters)}
-        at = [*range(count), *(known.get(name, last) for name in names)]
+        at = [*range(count), *(self._places.get(name, last) for name in names)]
         wanted = shardings(self._entries(at), given, self._mesh)
         call = functools.partial(self._marked, names)
         closed, out = jax.make_jaxpr(call, return_shape=True)(*given)
@@ -131,7 +130,7 @@ class _Jit:
 
     def _entries(self, at):
         """The entries of `in_rules` for the arguments at these places, a tuple."""
-        given, most = self._in_rules, max([len(self._parameters), *(place + 1 for place in at)])
+        given, most = self._in_rules, max([len(self._places), *(place + 1 for place in at)])
         if not isinstance(given, tuple) or hasattr(given, "_fields"):
             return (given,) * len(at)
         if not max(at, default=-1) < len(given) <= most:

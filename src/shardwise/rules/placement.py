@@ -177,6 +177,5 @@ def describe(rule: Any, tree: Any, mesh: Mesh) -> str:
         size = x.size * x.dtype.itemsize
         cut = math.prod(parts(mesh, entry) for entry in spec)
         total += size
-        why = (why or "the rule says so") if cut == 1 else ""
         rows.append(Row(path, x.shape, spec, size // cut, why))
     return Description(rows, total, sizes(mesh))
