@@ -39,8 +39,8 @@ def carries(scan: Any, body: Any) -> slice:
     By ranks, since JAX's versions count in different ways: what is stacked has one axis more
     outside than inside.
     """
-    ys = sum(_rank(a) > _rank(b) for a, b in zip(scan.outvars, body.outvars, strict=True))
-    xs = sum(_rank(a) > _rank(b) for a, b in zip(scan.invars, body.invars, strict=True))
+    ys = sum(a.aval.ndim > b.aval.ndim for a, b in zip(scan.outvars, body.outvars, strict=True))
+    xs = sum(a.aval.ndim > b.aval.ndim for a, b in zip(scan.invars, body.invars, strict=True))
     last = len(scan.invars) - xs
     return slice(last - (len(body.outvars) - ys), last)
 
@@ -107,10 +107,6 @@ class Follower:
 
 def _label(env, v):
     return NOTHING if isinstance(v, Literal) else env.get(v, NOTHING)
-
-
-def _rank(v):
-    return len(getattr(v.aval, "shape", ()))
 
 
 class Equation(NamedTuple):
