@@ -7,11 +7,12 @@ time of a trace:
     with marks.bind(constrain=lambda x, name: ...):
         jaxpr = jax.make_jaxpr(loss)(params, batch)
 
-Bindings belong to one thread and nest. They act while Python traces, and are part of the key under
-which JAX keeps what it traced: a scanned body, a rematerialised layer or a jitted block is traced
-again under other meanings, and under equal ones it is not. Two meanings that compare equal must
-therefore do the same; one that records its calls has to be a new object in each `bind`. Only what
-is no Python any more, such as a jaxpr or an exported program, keeps its marks to itself.
+Bindings belong to one thread (a coroutine does not hold one across an await) and nest. They act
+while Python traces, and are part of the key under which JAX keeps what it traced: a scanned body, a
+rematerialised layer or a jitted block is traced again under other meanings, and under equal ones it
+is not. Two meanings that compare equal must therefore do the same; one that records its calls has
+to be a new object in each `bind`. Only what is no Python any more, such as a jaxpr or an exported
+program, keeps its marks to itself.
 """
 
 import contextlib
@@ -38,8 +39,6 @@ KNOWN |= {"total", "use"}
 @contextlib.contextmanager
 def bind(**meanings: Callable) -> Iterator[None]:
     """Give marks a meaning within the block: `bind(use=gather)`; the others keep theirs.
-
-    It is this thread's: a coroutine does not hold one across an await.
 
     Raises:
       ValueError: a keyword that is no mark.

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from shardwise import mesh as meshes
@@ -16,6 +15,7 @@ from shardwise.objective import oracle
 from shardwise.objective.parts import length_of, unit_of
 from shardwise.objective.reasons import Indivisible
 from shardwise.objective.trials import Case, Part, Trials
+from shardwise.processes.system import of_all
 
 MOST = 8  # rows of a part that cost no more than four
 MOST_WORK = 10**9  # parameters times tokens, beyond which tokens are fewer
@@ -126,6 +126,4 @@ def room(mesh: Mesh | None) -> int:
     else:  # half of the machine, which simulated devices share
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
         free //= 1 if mesh is None else len(mesh.local_devices)
-    if jax.process_count() > 1:
-        free = int(np.min(multihost_utils.process_allgather(np.float64(free))))
-    return free
+    return min(of_all(free))

@@ -109,8 +109,8 @@ class Trials:
         self.names = []  # of the numbers, but for auxiliary outputs; the first `sums` are sums
         self.sums, self.rounding = 0, 0.0  # of the loss's total, relative to it
         self.shaken = None  # the last turn, and parameters shaken for it
-        further = jax.tree.leaves((case.args, case.key))
-        arrays = [x if hasattr(x, "dtype") else None for x in further]  # others stay themselves
+        self.further, self.structure = jax.tree.flatten((case.args, case.key))
+        arrays = [x if hasattr(x, "dtype") else None for x in self.further]  # others stay as given
         self.arguments = case.batch, arrays
         self.gradient = bool(case.gradient)
         whole = self._traced(part.size)
@@ -171,9 +171,8 @@ class Trials:
 
     def _numbers(self, params, batch, arrays, chosen, places, kept):
         case, entries = self.case, len(chosen)
-        further, structure = jax.tree.flatten((case.args, case.key))
-        pairs = zip(arrays, further, strict=True)
-        args, key = structure.unflatten([own if x is None else x for x, own in pairs])
+        pairs = zip(arrays, self.further, strict=True)
+        args, key = self.structure.unflatten([own if x is None else x for x, own in pairs])
         if self.widened:
             batch, args = widened((batch, args))
         batch = jax.tree.map(self._taken, batch)

@@ -1,7 +1,6 @@
 """Rules put to work on trees: shardings, placing, gathering, constraining, and what they say."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardwise import tree as trees
 from shardwise.mesh import parts, sizes
-from shardwise.rules.rule import as_rule, short, specs
+from shardwise.rules.rule import as_rule, short, specs, used_axes
 
 MESH = jax.make_user_context(None)  # of constraints, and a part of the keys of JAX's caches
 
@@ -175,7 +174,7 @@ def describe(rule: Any, tree: Any, mesh: Mesh) -> str:
     found = zip(trees.leaves(shapes), as_rule(rule).choices(tree, mesh), strict=True)
     for (path, x), (spec, why) in found:
         size = x.size * x.dtype.itemsize
-        cut = math.prod(parts(mesh, entry) for entry in spec)
+        cut = parts(mesh, used_axes(spec))
         total += size
         rows.append(Row(path, x.shape, spec, size // cut, why))
     return Description(rows, total, sizes(mesh))

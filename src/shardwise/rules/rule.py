@@ -103,7 +103,7 @@ class Rule:
             spec[i] = None
         while spec and spec[-1] is None:
             spec.pop()
-        whole = all(parts(mesh, entry) == 1 for entry in spec)
+        whole = parts(mesh, used_axes(spec)) == 1
         why = "; ".join(dropped) if dropped else choice.why if not used else "mesh axes of size 1"
         return Choice(PartitionSpec(*spec), why if whole else "")
 
