@@ -15,9 +15,8 @@ from shardwise.fsdp.arrays import rule as rule_along
 from shardwise.fsdp.gathering import How, all_gather, cast, gather, scatter
 from shardwise.fsdp.using import late, numbered, reads, use_of
 from shardwise.mesh import axes_of, check_axes
-from shardwise.objective.division import Division
 from shardwise.objective.gradients import mean_and_grads
-from shardwise.objective.parts import check_params, merged, split, ways
+from shardwise.objective.parts import Division, check_params, merged, split, ways
 
 
 def value_and_grad(

@@ -24,10 +24,9 @@ from shardwise import mesh as meshes
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.meanings import marked
 from shardwise.layouts.placing import abstract, shardings
-from shardwise.objective.division import Division
 from shardwise.objective.gradients import of_block as part_of_block
 from shardwise.objective.means import wide
-from shardwise.objective.parts import check_params, check_rows, numbers, ways
+from shardwise.objective.parts import Division, check_params, check_rows, numbers, ways
 from shardwise.rules.placement import moved
 
 

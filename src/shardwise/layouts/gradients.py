@@ -19,8 +19,7 @@ from shardwise.layouts import exact
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.meanings import marked, meanings, order
 from shardwise.layouts.placing import array_layouts, expert_rule, parameter_rule
-from shardwise.objective.division import Division
-from shardwise.objective.parts import check_cut
+from shardwise.objective.parts import Division, check_cut
 from shardwise.pipeline.program import Whole
 from shardwise.rules.rule import specs
 

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from shardwise import marks
-from shardwise.objective.division import Division
 from shardwise.objective.means import Mean, cotangents, normal, quotient, wide, widened
-from shardwise.objective.parts import numbers, reduced, split, ways
+from shardwise.objective.parts import Division, numbers, reduced, split, ways
 from shardwise.objective.tracing import Traced, trace
 
 
@@ -71,7 +70,8 @@ def mean_and_grads(loss, params, parts, rows, args, key, division: Division, has
     grads = nothing_if_empty(grads, whole.count if traced.has_count else None)
     leaves, structure = jax.tree.flatten(extra)
     extra = structure.unflatten(map(reduced, leaves, ways(aux, extra)))
-    return quotient(whole).astype(traced.dtype), extra, grads
+    of_one_device = jnp.result_type(*(x.dtype for x in jax.tree.leaves(traced.shapes[0])))
+    return quotient(whole).astype(of_one_device), extra, grads
 
 
 def of_block(

@@ -64,11 +64,6 @@ class Traced:
         """Whether the loss returned a `Mean`."""
         return self.shapes[0].count is not None
 
-    @property
-    def dtype(self) -> Any:
-        """The dtype of the mean, as one device has it."""
-        return jnp.result_type(*(x.dtype for x in jax.tree.leaves(self.shapes[0])))
-
 
 def trace(loss: Callable, params, batch, rows, args=(), key=None, has_aux=False) -> Traced:
     """`loss(params, batch, *args)`, and `key=` where one is given, traced for one part of several.

@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import marks, objective, schedules
 from shardwise import mesh as meshes
-from shardwise.objective.division import Division
 from shardwise.objective.gradients import nothing_if_empty
 from shardwise.objective.means import cotangents, normal, quotient, widened
 from shardwise.objective.parts import (
+    Division,
     check_arrays,
     check_params,
     meaning,
