@@ -99,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
         return _survey(asked, tx)
     _refuse(asked, "memory-of tokens count days", "asks which chips would do; leave --chips out")
     chips = _chips(asked)
-    rows, read = _rows(asked.batch, asked.sequence, chips.devices), _config(asked.model)
+    rows, read = _rows(asked.batch, asked.sequence, chips.devices), published.read(asked.model)
     found = plan(read.config, chips, rows, asked.sequence, optimizer=tx)
     return _show(asked, found, asked.model, read.notes)
 
@@ -150,7 +150,7 @@ def _survey(asked, tx):
     tokens = _number("--tokens", asked.tokens, "15T or 2e12") if asked.tokens else 0.0
     of = asked.memory_of and re.sub("(?i)(gi?)?b?$", "", asked.memory_of)
     memory = of and _number("--memory-of", of, "16GB")
-    read, counts = _config(asked.model), (int(low), int(high))
+    read, counts = published.read(asked.model), (int(low), int(high))
     found = survey(read.config, rows, asked.sequence, counts, memory, tokens, days, tx)
     _tell(_surveyed(found, tokens), asked.model, read.notes)
     return 0 if found else 1
@@ -227,10 +227,7 @@ def _tell(text, model, notes):
 def _own(asked):
     """The plan of the program that a file has."""
     chips, file = _chips(asked), asked.own
-    try:
-        names = runpy.run_path(str(file))
-    except OSError as error:
-        raise ValueError(f"plan: --own {file} cannot be read: {error.strerror}.") from None
+    names = runpy.run_path(str(file))
     if lacks := [name for name in ("create", "loss", "tx", "batch") if name not in names]:
         raise ValueError(
             f"plan: --own {file} has no {lacks[0]}; expected create(key), loss(params, batch), tx, "
@@ -272,19 +269,7 @@ def _sizes(flag, given):
     return {role: int(size) for role, _, size in pairs}
 
 
-def _config(model):
-    if model in published.PRESETS:
-        return published.PRESETS[model]
-    if Path(model).exists():
-        return published.read(model)
-    raise ValueError(
-        f"plan: --model {model!r} is no file or folder, and no name: "
-        f"{', '.join(published.PRESETS)} are known."
-    )
-
-
 def _chips(asked):
-    _positive("slices", asked.slices)
     try:
         return topology.chips(asked.chips, asked.slices)
     except ValueError as error:
