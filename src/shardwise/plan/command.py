@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
             _refuse(asked, "days", "needs --tokens, such as 15T")
         return _survey(asked, tx)
     _refuse(asked, "memory-of tokens count days", "asks which chips would do; leave --chips out")
-    chips = _chips(asked)
+    chips = topology.chips(asked.chips, asked.slices)
     rows, read = _rows(asked.batch, asked.sequence, chips.devices), published.read(asked.model)
     found = plan(read.config, chips, rows, asked.sequence, optimizer=tx)
     return _show(asked, found, asked.model, read.notes)
@@ -202,7 +202,6 @@ def survey(
 
 
 def _surveyed(found, tokens):
-    """The fewest chips of each kind, as a table."""
     if not found:
         return "No chips do. Give more of them (--count), of any memory, or more days."
     columns, rows = ["chips", "number", "layout", "GiB", "of", "step s", "at most"], []
@@ -225,8 +224,7 @@ def _tell(text, model, notes):
 
 
 def _own(asked):
-    """The plan of the program that a file has."""
-    chips, file = _chips(asked), asked.own
+    chips, file = topology.chips(asked.chips, asked.slices), asked.own
     names = runpy.run_path(str(file))
     if lacks := [name for name in ("create", "loss", "tx", "batch") if name not in names]:
         raise ValueError(
@@ -267,11 +265,3 @@ def _sizes(flag, given):
             f"are {', '.join(ORDER)}."
         )
     return {role: int(size) for role, _, size in pairs}
-
-
-def _chips(asked):
-    try:
-        return topology.chips(asked.chips, asked.slices)
-    except ValueError as error:
-        told = str(error).partition(": ")[2]
-        raise ValueError(f"plan: --chips {asked.chips}: {told}") from None

@@ -180,7 +180,6 @@ def of(fields: dict[str, Any], where: str = "config.json") -> Published:
 
 
 def _experts(name, given, where):
-    """The fields of `Config` of a mixture."""
     count = given.get("num_local_experts") or given.get("num_experts")
     if not count or ("Moe" not in name and name != "MixtralForCausalLM"):
         return {}

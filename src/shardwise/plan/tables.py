@@ -256,7 +256,6 @@ def _of_roles(r):
 
 
 def _of_layout(plan: Plan, c: Candidate):
-    """The numbers of one layout, and what realises it."""
     m, times = c.memory, "arithmetic waited hidden update host weights seconds in_turn bound"
     return {
         **_of_roles(c.roles),
