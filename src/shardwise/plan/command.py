@@ -71,7 +71,7 @@ class Asked:
     count: str | None = None
     memory_of: str | None = None
     tokens: str | None = None
-    days: float | None = None
+    days: float = math.inf
     optimizer: str | None = None
     moments: str | None = None
     own: Path | None = None
@@ -141,7 +141,7 @@ def _number(flag, written, such, needs=""):
 
 def _survey(asked, tx):
     rows = _rows(asked.batch, asked.sequence)
-    count, days = asked.count or "1..16384", math.inf if asked.days is None else asked.days
+    count, days = asked.count or "1..16384", asked.days
     low, _, high = count.partition("..")
     if not (low.isdigit() and high.isdigit() and 0 < int(low) <= int(high)):
         raise ValueError(f"plan: --count {count!r}; expected the fewest and the most, as 8..512.")
