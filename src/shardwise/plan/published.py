@@ -199,10 +199,8 @@ def _notes(name, given, config, more):
         yield "experts have slots for 1.25 times an even share of the tokens"
     if config.shared_experts:
         yield "the shared expert has no gate"
-    window = given.get("sliding_window")
-    if name.startswith(("Qwen", "SmolLM")) and not given.get("use_sliding_window"):
-        window = None
-    if window:
+    off = name.startswith(("Qwen", "SmolLM")) and not given.get("use_sliding_window")
+    if (window := given.get("sliding_window")) and not off:
         every = "some layers" if name.startswith("Gemma") else "layers"
         yield f"{every} see {window:,} tokens back; of longer rows more is counted here"
     if otherwise := [k for k in _OTHERWISE if given.get(k) and given[k] != _NEUTRAL.get(k)]:
