@@ -123,4 +123,4 @@ def test_the_command_takes_a_file_or_its_folder(tmp_path, capsys):
     assert "is no JSON" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     assert command.main(["plan", "--model", str(tmp_path / "empty"), *given]) == 1
-    assert "the folder of a published decoder has one" in capsys.readouterr().err
+    assert "there is no file" in (said := capsys.readouterr().err) and "empty/config.json" in said

@@ -183,16 +183,16 @@ def test_a_program_is_the_same_whoever_lowers_it():
 
 
 def test_an_entry_of_the_cache_is_all_there_or_not_at_all(tmp_path):
-    name = child.key({"a": 1}, {"jax": "1"}, "module")
-    others = [({"a": 2}, {"jax": "1"}, "module"), ({"a": 1}, {"jax": "2"}, "module")]
-    assert name not in [child.key(*other) for other in [*others, ({"a": 1}, {"jax": "1"}, "m")]]
-    assert child.load(name) is None
-    child.save(name, {"text": "x" * 100})
-    assert child.load(name) == {"text": "x" * 100}
-    (file,) = (tmp_path / "compiled").iterdir()
-    for text in (file.read_text()[:50], "[]"):
+    made, asked = {"text": "x" * 100}, ([{"a": 1}, {"jax": "1"}], "module")
+    assert child.cached(*asked, lambda: made) == child.cached(*asked, dict) == made
+    for other in (([{"a": 2}, {"jax": "1"}], "module"), ([{"a": 1}, {"jax": "2"}], "module")):
+        assert child.cached(*other, dict) == {}
+    assert child.cached(asked[0], "m", dict) == {}
+    (file,) = (f for f in (tmp_path / "compiled").iterdir() if "xxx" in f.read_text())
+    whole = file.read_text()
+    for text in (whole[:50], "[]"):
         file.write_text(text)
-        assert child.load(name) is None
+        assert child.cached(*asked, lambda: made) == made and file.read_text() == whole
 
 
 def test_an_array_is_named_as_jax_names_it():

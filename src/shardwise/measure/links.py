@@ -21,7 +21,7 @@ def taken(begun: Found, chip: Any) -> tuple[int, float, Counter[Any]]:
     if chip.node:
         return *_switched(op, chip, places), Counter()
     if op.kind.endswith(BETWEEN_SLICES):
-        return 0, op.ring_bytes / chip.dcn, Counter()
+        return 0, op.ring_bytes / chip.dcn_bandwidth, Counter()
     pairs = op.groups if op.kind == "collective-permute" else ()
     if op.kind == "all-to-all" or op.group_size == 2:
         pairs = tuple((a, b) for group in op.groups for a in group for b in group)
@@ -72,7 +72,7 @@ def _switched(op, chip, places):
     parts = [(min(n.values()), sum(n.values()) / min(n.values())) for n in nodes]
     inside, across = max(parts, key=lambda pair: pair[1], default=(1, 1))
     if op.kind == "collective-permute":
-        seconds = op.ring_bytes / (chip.dcn if across > 1 else chip.link_bandwidth)
+        seconds = op.ring_bytes / (chip.dcn_bandwidth if across > 1 else chip.link_bandwidth)
     elif op.kind == "all-to-all":
         seconds = chip.exchange_seconds(op.ring_bytes, inside, across)
     else:

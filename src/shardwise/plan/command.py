@@ -71,7 +71,7 @@ class Asked:
     count: str | None = None
     memory_of: str | None = None
     tokens: str | None = None
-    days: float | None = None
+    days: float = math.inf
     optimizer: str | None = None
     moments: str | None = None
     own: Path | None = None
@@ -98,8 +98,8 @@ def main(argv: Sequence[str]) -> int:
             _refuse(asked, "days", "needs --tokens, such as 15T")
         return _survey(asked, tx)
     _refuse(asked, "memory-of tokens count days", "asks which chips would do; leave --chips out")
-    chips = _chips(asked)
-    rows, read = _rows(asked.batch, asked.sequence, chips.devices), _config(asked.model)
+    chips = topology.chips(asked.chips, asked.slices)
+    rows, read = _rows(asked.batch, asked.sequence, chips.devices), published.read(asked.model)
     found = plan(read.config, chips, rows, asked.sequence, optimizer=tx)
     return _show(asked, found, asked.model, read.notes)
 
@@ -141,7 +141,7 @@ def _number(flag, written, such, needs=""):
 
 def _survey(asked, tx):
     rows = _rows(asked.batch, asked.sequence)
-    count, days = asked.count or "1..16384", math.inf if asked.days is None else asked.days
+    count, days = asked.count or "1..16384", asked.days
     low, _, high = count.partition("..")
     if not (low.isdigit() and high.isdigit() and 0 < int(low) <= int(high)):
         raise ValueError(f"plan: --count {count!r}; expected the fewest and the most, as 8..512.")
@@ -150,7 +150,7 @@ def _survey(asked, tx):
     tokens = _number("--tokens", asked.tokens, "15T or 2e12") if asked.tokens else 0.0
     of = asked.memory_of and re.sub("(?i)(gi?)?b?$", "", asked.memory_of)
     memory = of and _number("--memory-of", of, "16GB")
-    read, counts = _config(asked.model), (int(low), int(high))
+    read, counts = published.read(asked.model), (int(low), int(high))
     found = survey(read.config, rows, asked.sequence, counts, memory, tokens, days, tx)
     _tell(_surveyed(found, tokens), asked.model, read.notes)
     return 0 if found else 1
@@ -202,7 +202,6 @@ def survey(
 
 
 def _surveyed(found, tokens):
-    """The fewest chips of each kind, as a table."""
     if not found:
         return "No chips do. Give more of them (--count), of any memory, or more days."
     columns, rows = ["chips", "number", "layout", "GiB", "of", "step s", "at most"], []
@@ -225,12 +224,8 @@ def _tell(text, model, notes):
 
 
 def _own(asked):
-    """The plan of the program that a file has."""
-    chips, file = _chips(asked), asked.own
-    try:
-        names = runpy.run_path(str(file))
-    except OSError as error:
-        raise ValueError(f"plan: --own {file} cannot be read: {error.strerror}.") from None
+    chips, file = topology.chips(asked.chips, asked.slices), asked.own
+    names = runpy.run_path(str(file))
     if lacks := [name for name in ("create", "loss", "tx", "batch") if name not in names]:
         raise ValueError(
             f"plan: --own {file} has no {lacks[0]}; expected create(key), loss(params, batch), tx, "
@@ -270,23 +265,3 @@ def _sizes(flag, given):
             f"are {', '.join(ORDER)}."
         )
     return {role: int(size) for role, _, size in pairs}
-
-
-def _config(model):
-    if model in published.PRESETS:
-        return published.PRESETS[model]
-    if Path(model).exists():
-        return published.read(model)
-    raise ValueError(
-        f"plan: --model {model!r} is no file or folder, and no name: "
-        f"{', '.join(published.PRESETS)} are known."
-    )
-
-
-def _chips(asked):
-    _positive("slices", asked.slices)
-    try:
-        return topology.chips(asked.chips, asked.slices)
-    except ValueError as error:
-        told = str(error).partition(": ")[2]
-        raise ValueError(f"plan: --chips {asked.chips}: {told}") from None

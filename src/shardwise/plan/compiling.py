@@ -147,11 +147,8 @@ def lowered(each: Roles, plan: Plan) -> tuple[ChipMesh, jax.stages.Lowered]:
     axes = [entry or None for entry in (layout.rows, layout.context)]
     shapes = job.params, jax.eval_shape(job.tx.init, job.params), job.batch
     rows = jax.tree.map(lambda x: NamedSharding(mesh.abstract, P(*axes[: x.ndim])), job.batch)
-    given = jax.tree.map(
-        lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to),
-        shapes,
-        (*layouts.shardings(layout, job.params, job.tx), rows),
-    )
+    laid = *layouts.shardings(layout, job.params, job.tx), rows
+    given = jax.tree.map(lambda x, to: x.update(sharding=to), shapes, laid)
     step = layouts.step(layout, job.loss, job.tx, job.has_aux, check=False)
     return mesh, mesh.lower(step, *given)
 

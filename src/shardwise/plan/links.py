@@ -27,8 +27,6 @@ class Side(NamedTuple):
 
     def bandwidth(self, chip: Chip) -> float:
         """The bytes/s that a device sends in a ring collective, in all directions there are."""
-        if self.on_chip or chip.node:
-            return self.lane(chip)
         ways = 2 if self.size * self.stride == self.whole and chip.is_ring(self.whole) else 1
         return ways * self.lane(chip)
 
@@ -125,7 +123,7 @@ def hop_seconds(chip: Chip, way: Way, sent: float) -> float:
     the cores of several chips, from chip to chip, which takes longest.
     """
     if way.across > 1:
-        return sent / chip.dcn
+        return sent / chip.dcn_bandwidth
     lanes = [side.lane(chip) for side in way.sides if not side.on_chip]
     if len(lanes) < len(way.sides):
         lanes = [lane * chip.devices for lane in lanes] or [chip.core_bandwidth]
@@ -143,5 +141,5 @@ def exchange_seconds(chip: Chip, way: Way, sent: float) -> float:
     n = way.inside * way.across
     whole = sent * n / (n - 1) if n > 1 else 0.0
     busiest = [whole * side.size / 4 / side.bandwidth(chip) for side in way.sides]
-    away = whole * (way.across - 1) / way.across / chip.dcn if way.across > 1 else 0.0
+    away = whole * (way.across - 1) / way.across / chip.dcn_bandwidth
     return max(busiest, default=0.0) + away

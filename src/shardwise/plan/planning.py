@@ -136,7 +136,7 @@ def plan(
 ) -> Plan:
     """All layouts of `model.Decoder` for a batch of so many rows of so many tokens, by formula.
 
-    `model` is a name in `PRESETS` or a `Config`, whose dtype is that of products and of what is
+    `model` is what `published.read` takes, or a `Config`, whose dtype products have and what is
     gathered; its remat and stages are chosen here. `chips` are a name that `topology.chips` takes,
     or what it returns. Layouts are by hand, with ZeRO 3, sequence parallelism beside tensor, zigzag
     over context and the schedule 1f1b. Attention never keeps its scores. Activations may wait on

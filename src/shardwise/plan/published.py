@@ -66,14 +66,14 @@ num_key_value_heads head_dim tie_word_embeddings hidden_act hidden_activation sl
 use_sliding_window sliding_window_pattern _sliding_window_pattern layer_types num_local_experts
 num_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size
 rope_theta rope_parameters rms_norm_eps""".split()
-# Fields that change no size and no product, but what is computed: unless 0 or null, or a factor 1.
-_FACTORS = "partial_rotary_factor embedding_multiplier residual_multiplier logits_scaling".split()
+# Fields that change no size and no product, but what is computed.
 _OTHERWISE = """rope_scaling rope_local_base_freq partial_rotary_factor no_rope_layers
 attention_dropout embd_pdrop resid_pdrop router_jitter_noise query_pre_attn_scalar
 attention_multiplier embedding_multiplier residual_multiplier logits_scaling attn_logit_softcapping
 final_logit_softcapping""".split()
-# Of fields that would change sizes or products, the one value that is computed.
-_ONLY = {"decoder_sparse_step": 1}
+# The value with which a field changes nothing; of all others that is 0, false or null.
+_NEUTRAL = dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), 1)
+_NEUTRAL |= dict(partial_rotary_factor=1, decoder_sparse_step=1)
 
 
 class Published(NamedTuple):
@@ -108,24 +108,26 @@ PRESETS: dict[str, Published] = {
 }
 
 
-def preset(name: str) -> Config:
-    """The sizes of a published model; a ValueError where the name is not known."""
-    if name not in PRESETS:
-        raise ValueError(f"plan: no model {name!r} is known; known are {', '.join(PRESETS)}.")
-    return PRESETS[name].config
+def preset(model: str) -> Config:
+    """The sizes of a published model; what `read` raises."""
+    return read(model).config
 
 
-def read(path: str | Path) -> Published:
-    """The `Published` decoder of a `config.json`, or of the folder that has one.
+def read(model: str | Path) -> Published:
+    """The `Published` decoder of a name in `PRESETS`, a `config.json`, or the folder that has one.
 
     Raises:
-      FileNotFoundError: there is none.
-      ValueError: an architecture that is not known, a size that is missing, or a value that changes
-        parameters or products and is not computed here, by its name.
+      ValueError: no such name or file; an architecture that is not known, a size that is missing,
+        or a value that changes parameters or products and is not computed here, by its name.
     """
-    path = Path(path, "config.json") if Path(path).is_dir() else Path(path)
+    if model in PRESETS:
+        return PRESETS[model]
+    path = Path(model, "config.json") if Path(model).is_dir() else Path(model)
     if not path.is_file():
-        raise FileNotFoundError(f"plan: no {path}; the folder of a published decoder has one.")
+        raise ValueError(
+            f"plan: model {str(model)!r}: there is no file {path}; give a config.json, its folder, "
+            f"or a name: known are {', '.join(PRESETS)}."
+        )
     try:
         fields = json.loads(path.read_text())
     except json.JSONDecodeError as error:
@@ -147,7 +149,7 @@ def of(fields: dict[str, Any], where: str = "config.json") -> Published:
         raise ValueError(f"plan: {where} has the architecture {name}; known are {known}.")
     given = ABSENT[name] | fields
     for key in sorted(fields.keys() - {*_KNOWN, *_OTHERWISE, *_SIZES.values()}):
-        if (value := fields[key]) and value != _ONLY.get(key):
+        if (value := fields[key]) and value != _NEUTRAL.get(key):
             raise ValueError(
                 f"plan: {where} has {key}={value!r}, and it is not known here whether that changes "
                 f"parameters or products of {name}. Take it out of the file if it does not."
@@ -178,7 +180,6 @@ def of(fields: dict[str, Any], where: str = "config.json") -> Published:
 
 
 def _experts(name, given, where):
-    """The fields of `Config` of a mixture."""
     count = given.get("num_local_experts") or given.get("num_experts")
     if not count or ("Moe" not in name and name != "MixtralForCausalLM"):
         return {}
@@ -198,14 +199,11 @@ def _notes(name, given, config, more):
         yield "experts have slots for 1.25 times an even share of the tokens"
     if config.shared_experts:
         yield "the shared expert has no gate"
-    window = given.get("sliding_window")
-    if name.startswith(("Qwen", "SmolLM")) and not given.get("use_sliding_window"):
-        window = None
-    if window:
+    off = name.startswith(("Qwen", "SmolLM")) and not given.get("use_sliding_window")
+    if (window := given.get("sliding_window")) and not off:
         every = "some layers" if name.startswith("Gemma") else "layers"
         yield f"{every} see {window:,} tokens back; of longer rows more is counted here"
-    changed = (k for k in _OTHERWISE if given.get(k))
-    if otherwise := [k for k in changed if k not in _FACTORS or given[k] != 1]:
+    if otherwise := [k for k in _OTHERWISE if given.get(k) and given[k] != _NEUTRAL.get(k)]:
         yield f"not computed, and without part in sizes or products: {', '.join(otherwise)}"
     if more:
         yield f"{abs(more):,} parameters {'more' if more > 0 else 'fewer'} than the published model"

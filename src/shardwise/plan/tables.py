@@ -49,8 +49,7 @@ _MEANT = Terms(
     task="of a pipeline: what a task has just computed",
     beside="gradients of logits and head, where the compiler chose so",
 )
-
-_OF_OWN = {"logits": "the gradient of the largest array that is kept"}
+_OF_OWN = _MEANT._replace(logits="the gradient of the largest array that is kept")
 
 
 def text(plan: Plan, top: int) -> str:
@@ -181,7 +180,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 def explained(plan: Plan, c: Candidate) -> str:
     """Every term of a layout: what a device holds, and when; what a step does, sends and takes."""
-    m, s, meant = c.memory, c.step, _MEANT._replace(**_OF_OWN) if plan.own else _MEANT
+    m, s, meant = c.memory, c.step, _OF_OWN if plan.own else _MEANT
     held = [(m.parameters, "parameters"), (m.state, "the optimizer's state"), (m.batch, "batch")]
     terms = list(zip(m.coefficients, m.terms, m.of_step, meant, strict=True))
     held += [(now, what) for *_, now, what in terms if now]
@@ -256,7 +255,6 @@ def _of_roles(r):
 
 
 def _of_layout(plan: Plan, c: Candidate):
-    """The numbers of one layout, and what realises it."""
     m, times = c.memory, "arithmetic waited hidden update host weights seconds in_turn bound"
     return {
         **_of_roles(c.roles),

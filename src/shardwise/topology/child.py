@@ -1,5 +1,6 @@
 """The child process in which compilers run, and a cache on disk of what they said there."""
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -8,7 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -100,25 +101,18 @@ def folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwise"
 
 
-def key(request: Mapping[str, Any], versions: Mapping[str, str], module: str) -> str:
-    """A hash of the program, where it is to run, the options and who compiles it."""
-    asked = json.dumps([_FORM, request, versions], sort_keys=True)
-    return hashlib.sha256(f"{asked}\n{module}".encode()).hexdigest()
-
-
-def load(name: str) -> dict[str, Any] | None:
-    """The entry of that name, or None where there is none that can be read."""
-    try:
-        entry = json.loads(folder().joinpath("compiled", f"{name}.json").read_text())
-    except (OSError, ValueError):
-        return None
-    return entry if isinstance(entry, dict) else None
-
-
-def save(name: str, entry: Mapping[str, Any]) -> None:
-    """Write the entry at once: a reader finds all of it, or nothing."""
-    path = folder() / "compiled" / f"{name}.json"
+def cached(asked: list[Any], module: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `make` returned when so much was asked of a program first; kept in `folder()`, where a
+    reader finds all of an entry, or nothing.
+    """
+    name = hashlib.sha256(f"{json.dumps([_FORM, *asked], sort_keys=True)}\n{module}".encode())
+    path = folder() / "compiled" / f"{name.hexdigest()}.json"
+    with contextlib.suppress(OSError, ValueError):
+        if isinstance(entry := json.loads(path.read_text()), dict):
+            return entry
+    entry = make()
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
         json.dump(entry, file)
     os.replace(file.name, path)
+    return entry

@@ -21,8 +21,8 @@ class Chip:
 
     A TPU's `links` go one way along each side of a torus of `dimensions` axes; an axis closes into
     a ring from `ring_from` chips on (a multiple of it). A GPU sends `link_bandwidth` into the
-    switch that joins the `node` GPUs of a node (NVLink's), and `dcn_bandwidth` into the network
-    between nodes; `target` is what XLA is told of one that is not there.
+    switch that joins the `node` GPUs of a node (NVLink's); `target` is what XLA is told of one that
+    is not there. Into the network between slices, or nodes, a *device* sends `dcn_bandwidth`.
 
     `host_bandwidth` is PCIe's between a chip and its host, each way, and `host_bytes` the chip's
     part of the host's memory; None where no source says. `usable_hbm` is what the compiler lets a
@@ -37,11 +37,11 @@ class Chip:
     hbm_bandwidth: float
     links: int
     link_bandwidth: float
+    dcn_bandwidth: float
     names: tuple[str, ...]
     dimensions: int = 0
     ring_from: int | None = None
     largest: int | None = None
-    dcn_bandwidth: float | None = None
     host_bandwidth: float | None = None
     host_bytes: int | None = None
     usable_hbm: int | None = None
@@ -66,18 +66,13 @@ class Chip:
         n = inside * across
         whole = sent * n / (n - 1) if n > 1 else 0.0
         here = whole * (inside - 1) / inside / bandwidth if inside > 1 else 0.0
-        return here + (whole / inside * (across - 1) / across / self.dcn if across > 1 else 0.0)
+        return here + whole / inside * (across - 1) / across / self.dcn_bandwidth
 
     def exchange_seconds(self, sent: float, inside: int, across: int) -> float:
         """The seconds of an all-to-all between GPUs in which each sends `sent` bytes of its own."""
         others, away = inside * across - 1, inside * (across - 1)
         here = sent * (others - away) / others / self.link_bandwidth if others else 0.0
-        return here + (sent * away / others / self.dcn if away else 0.0)
-
-    @property
-    def dcn(self) -> float:
-        """The bytes/s that a device sends over the data centre's network."""
-        return self.dcn_bandwidth / self.devices
+        return here + (sent * away / others / self.dcn_bandwidth if away else 0.0)
 
     def is_ring(self, size: int) -> bool:
         """Whether an axis of `size` chips closes into a ring."""
@@ -139,8 +134,8 @@ _TABLE = (
         "v6e", {"bfloat16": 918, "float8": 918, "int8": 1836}, 32, 1638, 90, 12.5, 31.24, 32, 180,
         names=("TPU v6 lite", "TPU v6e"), **_TORUS_2D,
     ),
-    _tpu(  # 100 Gb/s a chip; 1,200 GB/s over 6 links both ways, from die to die six times a link
-        "tpu7x", {"bfloat16": 2307, "float8": 4614}, 192, 7380, 100, 12.5, 94.74, None,
+    _tpu(  # 50 Gb/s a device; 1,200 GB/s over 6 links both ways, from die to die six times a link
+        "tpu7x", {"bfloat16": 2307, "float8": 4614}, 192, 7380, 100, 6.25, 94.74, None,
         names=("TPU7x",), largest=9216, devices=2, core_bandwidth=600e9, **_TORUS_3D,
     ),
     _gpu(  # the network: https://alpha-one-index.github.io/ai-infra-index/ (networking, HDR)

@@ -103,13 +103,14 @@ def compile(
     module = program_text(lowered)
     _check(lowered, module, mesh)
     request = _request(mesh, options or {})
-    name = child.key(request, child.versions(mesh.chips.chip), module)
-    if (result := child.load(name)) is None:
+
+    def made():
         result = child.run(request, module)
         # The assignment is large, and only its largest entries are asked for.
         result["buffers"] = _largest(result.pop("assignment"), result["text"])
-        child.save(name, result)
-    return _value(mesh, result)
+        return result
+
+    return _value(mesh, child.cached([request, child.versions(mesh.chips.chip)], module, made))
 
 
 def program_text(lowered: jax.stages.Lowered) -> str:
@@ -169,16 +170,14 @@ def _request(mesh, options):
 
 def _check(lowered, module, mesh):
     said = re.search(r"mhlo.num_partitions = (\d+)", module)
-    axes = [
-        {name: int(size) for name, size in re.findall(r'"([^"]+)"=(\d+)', axes)}
-        for axes in re.findall(r"sdy\.mesh @\S+ = <\[([^\]]+)\]", module)
-    ]
+    meshes = re.findall(r"sdy\.mesh @\S+ = <\[([^\]]+)\]", module)
+    pairs = (re.findall(r'"([^"]+)"=(\d+)', axes) for axes in meshes)
+    named = [tuple((name, int(size)) for name, size in each) for each in pairs]
     has = PLATFORMS.get(lowered, "another platform"), int(said[1]) if said else 1
-    named = [tuple(each.items()) for each in axes]
     if has != (mesh.platform, mesh.chips.devices) or (named and mesh.axes not in named):
         raise ValueError(
             f"topology.compile: the program was lowered for {has[0]}, {has[1]} devices, the mesh "
-            f"{axes[0] if axes else {}}, and not for {mesh.chips}, {mesh.platform}, "
+            f"{dict(*named[:1])}, and not for {mesh.chips}, {mesh.platform}, "
             f"{mesh.chips.devices} devices, the mesh {mesh.shape}; pass what mesh.lower of this "
             f"mesh returns, with shardings of mesh.abstract, for one argument at least."
         )

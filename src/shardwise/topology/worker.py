@@ -22,8 +22,8 @@ _SIZES = ("argument", "output", "alias", "temp", "generated_code")
 def main(folder: Path) -> None:
     """Compile `folder`/module.mlir as `folder`/request.json asks; write result.json, hlo.txt."""
     request = json.loads((folder / "request.json").read_text())
-    grid = _lay(request)
-    result = {"coordinates": [_place(device, request) for device in grid.flat]}
+    grid, places = (_gpus if "target" in request else _tpus)(request)
+    result = {"coordinates": places}
     try:
         executable = _compile((folder / "module.mlir").read_text(), grid, request["options"])
     except RuntimeError as error:  # JAX's own error is one
@@ -39,37 +39,30 @@ def main(folder: Path) -> None:
     (folder / "result.json").write_text(json.dumps(result))
 
 
-def _lay(request) -> np.ndarray:
-    """The devices of the topology as the mesh has them."""
-    if "target" in request:
-        return _lay_gpus(request)
+def _tpus(request) -> tuple[np.ndarray, list[list[int]]]:
+    """The devices of the topology as the mesh has them; their places, as in `Compiled`."""
     given = dict(platform="tpu", topology_name=request["name"], **request["topology"])
     devices, shapes = topologies.get_topology_desc(**given).devices, [request["inside"]]
     make = mesh_utils.create_device_mesh
     if max(request["across"]) > 1:
         make, shapes = mesh_utils.create_hybrid_device_mesh, [*shapes, request["across"]]
     # Whole axes of the torus where that is possible, and parts of them where not.
-    return make(*shapes, devices=devices, allow_split_physical_axes=True)
+    grid = make(*shapes, devices=devices, allow_split_physical_axes=True)
+    numbers = ("core_on_chip", "slice_index")
+    return grid, [[*d.coords, *(getattr(d, name, 0) for name in numbers)] for d in grid.flat]
 
 
-def _lay_gpus(request) -> np.ndarray:
+def _gpus(request) -> tuple[np.ndarray, list[list[int]]]:
     """GPUs in their order, node by node: what no function of JAX's own gives without a GPU."""
     plugin = xla_client.load_pjrt_plugin_dynamically("cuda", request["library"])
     xla_client.initialize_pjrt_plugin("cuda")
-    shape = request["name"].partition(":")[2]
+    shape, node = request["name"].partition(":")[2], request["node"]
     asked = {"topology": f"1x{shape}", "target_config": request["target"]}
     topology = xla_client.make_c_api_device_topology(plugin, **asked)
-    found = np.array(topology._make_compile_only_devices())
     sizes = zip(request["across"], request["inside"], strict=True)
-    return found.reshape([part * size for part, size in sizes])
-
-
-def _place(device, request) -> list[int]:
-    """The place of a device, as `Compiled.coordinates` has it."""
-    if "target" in request:
-        return [device.id % request["node"], device.id // request["node"]]
-    core, number = getattr(device, "core_on_chip", 0), getattr(device, "slice_index", 0)
-    return [*device.coords, core, number]
+    found = np.array(topology._make_compile_only_devices())
+    grid = found.reshape([part * size for part, size in sizes])
+    return grid, [[d.id % node, d.id // node] for d in grid.flat]
 
 
 def _compile(text, grid, options):
