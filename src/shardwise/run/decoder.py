@@ -54,9 +54,7 @@ def train(settings: Settings) -> Result:
             f"run: the data has a token {most - 1}, and model.vocab is {config.vocab}; say "
             f"--model.vocab {most}."
         )
-    loss = model.loss
-    if config.experts:  # balanced over each row: one function, whatever the microbatches
-        loss = functools.partial(model.routed_loss, over="rows")
+    create, loss, has_aux = model.program(config)
 
     def rows(split, seed):
         read = documents(settings.data, split)
@@ -70,11 +68,11 @@ def train(settings: Settings) -> Result:
     is_text = settings.data.tokens is None
     return training.train(
         settings,
-        create=functools.partial(_create, config),
-        loss=functools.partial(loss, graphdef=_graphdef(config)),
+        create=create,
+        loss=loss,
         batches=rows("train", settings.seed),
         validation=rows("validation", None),  # never shuffled
-        has_aux=bool(config.experts),
+        has_aux=has_aux,
         facts={"data": fingerprint(settings.data), "program": "shardwise train"},
         flops=plan.model_flops(config, settings.batch, settings.sequence),
         sample=written if is_text and settings.evaluation.sample else None,
@@ -85,14 +83,6 @@ def config_of(settings: Settings) -> Config:
     """The decoder's sizes, with a stage boundary for each stage of a layout that is not exact."""
     asked = 1 if settings.layout.exact else settings.layout.stage
     return dataclasses.replace(settings.model, stages=max(asked, settings.model.stages))
-
-
-def _create(config, key):
-    return nnx.state(Decoder(config, nnx.Rngs(params=key)))
-
-
-def _graphdef(config):
-    return nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))[0]
 
 
 def documents(source: Data, split: str = "train") -> tuple[np.ndarray, ...]:
@@ -187,8 +177,7 @@ def _restored(folder, config, settings, mean, step):
         raise ValueError("run: this run kept no mean of its parameters (ema=None).")
     layout = layouts.Layout(mesh.make(fsdp=-1), fsdp="fsdp")
     tx = guarded(averaged(optax.identity(), settings.ema) if mean else optax.identity())
-    create = functools.partial(_create, config)
-    params, opt_state = state.abstract(layout, create, tx, settings.seed)
+    params, opt_state = state.abstract(layout, model.program(config)[0], tx, settings.seed)
     # Of the optimizer's own state nothing is read.
     like = {"opt_state": opt_state} if mean else {"params": params}
     found = checkpoint.restore(folder.checkpoints, like, step, partial=mean)
@@ -217,7 +206,8 @@ def write(
 
 @functools.partial(jax.jit, static_argnames=("config", "start", "temperature"))
 def _written(params, tokens, key, config, start, temperature):
-    decoder = nnx.merge(_graphdef(config), params)
+    abstract = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
+    decoder = nnx.merge(nnx.graphdef(abstract), params)
 
     def one(i, tokens):
         # Causal: what stands to the right of the last token changes nothing.
