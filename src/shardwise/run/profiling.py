@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import tyro
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.message import DecodeError
 
 from shardwise.run.folder import Folder
 
@@ -68,9 +70,9 @@ def read(folder: str | Path) -> list[Op]:
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
             trace = files[-1].read_bytes()
-            _check_whole(trace)
+            Empty.FromString(trace)  # an error where it is cut off, at which JAX 0.7 would die
             planes = list(ProfileData.from_serialized_xspace(trace).planes)
-        except (RuntimeError, IndexError) as error:
+        except (RuntimeError, DecodeError) as error:
             raise ValueError(
                 f"run: {files[-1]} is no whole trace ({error}); record it again."
             ) from error
@@ -79,21 +81,6 @@ def read(folder: str | Path) -> list[Op]:
             for line in (line for plane in planes for line in plane.lines):
                 runs |= _launches(line)
         return [op for plane in planes for line in plane.lines for op in _ops(plane, line, runs)]
-
-
-def _check_whole(trace):
-    """Raise an IndexError for bytes that are cut off, at which JAX 0.7 would end the process.
-
-    A trace is a protobuf of fields that begin with a tag and their length, seven bits a byte.
-    """
-    at = 0
-    while at < len(trace):
-        length, shift, at = 0, 0, at + 1
-        while trace[at] > 127:
-            length, shift, at = length | (trace[at] & 127) << shift, shift + 7, at + 1
-        at += 1 + (length | trace[at] << shift)
-    if at > len(trace):
-        raise IndexError(f"{at - len(trace):,} bytes are missing")
 
 
 def _is_gpu(plane):
