@@ -19,12 +19,14 @@ _EVERY = 10  # seconds between two lines
 
 
 def say(text: str) -> None:
-    """Write a line to standard output, whose terminal may close, disk fill or reader end.
+    """Write a line to standard output, whose terminal may close, disk fill or reader end, and whose
+    encoding may lack characters.
 
-    That is said once on standard error; from then on what is written is dropped.
+    That it ended is said once on standard error; from then on what is written is dropped.
     """
     try:
-        sys.stdout.write(f"{text}\n")
+        encoding = sys.stdout.encoding or "utf-8"
+        sys.stdout.write(f"{text}\n".encode(encoding, "backslashreplace").decode(encoding))
         sys.stdout.flush()
     except (OSError, ValueError) as error:  # ValueError: it was closed here
         # What is still held back would fail again when the program ends.
@@ -39,7 +41,8 @@ class Report:
     """The report of one process; only process 0 writes and prints anything.
 
     `rows` are some of a batch, `held` the bytes of the state on a device, `rate` the learning rate
-    by step, and `at_peak` the seconds of a step's products at the chips' peak, where known.
+    by step, and `at_peak` the seconds of a step's products at the chips' peak, where known. `loss`
+    is the last step's.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Report:
             self._unit, self._count = "tokens", settings.batch * rows["tokens"][0].size
         before = [line for line in read(folder.metrics) if line["step"] < first]
         self._skipped = sum(bool(line.get("bad")) for line in before)
+        self.loss = float(before[-1]["loss"]) if before else math.nan
         self._since, self._said = time.perf_counter(), -math.inf
         self._main = jax.process_index() == 0
         for file in folder.lines if self._main else ():
@@ -70,10 +74,10 @@ class Report:
         """
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
-        loss, steps, speed = record["loss"], self._settings.steps, self._count / seconds
-        line = {"step": step, "loss": loss, self._unit: self._count}
+        self.loss, steps, speed = record["loss"], self._settings.steps, self._count / seconds
+        line = {"step": step, "loss": self.loss, self._unit: self._count}
         line |= {f"{self._unit}_per_second": round(speed, 1), "seconds": round(seconds, 6)}
-        text = f"step {step:,} of {steps:,}  loss {loss:.4f}  {speed:,.0f} {self._unit}/s"
+        text = f"step {step:,} of {steps:,}  loss {self.loss:.4f}  {speed:,.0f} {self._unit}/s"
         if self._at_peak:
             line["mfu"] = round(self._at_peak / seconds, 4)
             text += f"  MFU {line['mfu']:.1%}"

@@ -93,8 +93,7 @@ class Child:
                     self.raised, in_traceback = text, False
                 in_traceback |= text == "Traceback (most recent call last):"
                 self._showing = True
-                encoding = sys.stdout.encoding or "utf-8"  # which may not have all characters
-                say(f"[{self.index}] {text}".encode(encoding, "backslashreplace").decode(encoding))
+                say(f"[{self.index}] {text}")
                 self._showing = False
 
 

@@ -70,11 +70,6 @@ def of_process(command: Sequence[str], address: str, count: int, index: int) -> 
     return [*command, *(x for k, v in flags.items() for x in (f"--processes.{k}", str(v)))]
 
 
-def resuming(command: Sequence[str]) -> list[str]:
-    """The command that goes on where an earlier one stopped."""
-    return [*command] if "--resume" in command else [*command, "--resume"]
-
-
 def at_least(least: int, **values: float) -> None:
     """Raise Refused where a flag's value is smaller."""
     for name, value in values.items():

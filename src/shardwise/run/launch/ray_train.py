@@ -110,6 +110,6 @@ def work(given: dict[str, Any]) -> int:
         begun.touch()
         told = local.free_address(ray.util.get_node_ip_address(), bind=""), again
     address, again = broadcast_from_rank_zero(told)
-    command = local.resuming(given["command"]) if again else given["command"]
+    command = [*given["command"], "--resume"] if again else given["command"]
     command = local.of_process(command, address, here.get_world_size(), rank)
     return local.one_of_many("worker", command, rank)

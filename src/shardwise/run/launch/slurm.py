@@ -130,7 +130,7 @@ def work(command: Sequence[str], requeue: bool, gpus: int) -> int:
 
     here = submitit.JobEnvironment()
     rank, again = here.global_rank, int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
-    command = local.resuming(command) if again else command
+    command = [*command, "--resume"] if again else command
     # SLURM sends several signals, and kills by itself.
     own = own_gpus(gpus, os.environ)
     status = local.one_of_many("task", command, rank, patient=True, **own)
