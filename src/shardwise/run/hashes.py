@@ -36,16 +36,11 @@ def diff(
       other: another one.
     """
     ours, theirs = ({x["step"]: x for x in metrics.read(Folder(p).hashes)} for p in (one, other))
-    if empty := [str(p) for p, found in ((one, ours), (other, theirs)) if not found]:
-        told = " and ".join(empty)
-        raise ValueError(
-            f"diff: no hashes in {told}: no run folder, or a run without --hash-every."
-        )
     steps = sorted(ours.keys() & theirs.keys())
     if not steps:
         raise ValueError(
-            f"diff: {one} and {other} have no hashes of one step; record them by --hash-every, the "
-            f"same in both runs."
+            f"diff: {one} has hashes of {len(ours)} steps and {other} of {len(theirs)}, and no "
+            f"step is the same; record them by --hash-every, the same in both runs."
         )
     first = next((s for s in steps if ours[s]["arrays"] != theirs[s]["arrays"]), None)
     a, b = (each[steps[-1] if first is None else first] for each in (ours, theirs))
