@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import inspect
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -169,19 +169,6 @@ def step_program(
     return jax.jit(train_step, donate_argnums=(0, 1), out_shardings=out)
 
 
-@contextlib.contextmanager
-def compiling(program: Callable, given: tuple) -> Iterator[None]:
-    """Compile a step in a thread beside what the block does; its call finds it compiled.
-
-    It is traced here, before: a loss need not bear two threads. What fails, the call says; what is
-    several programs has nothing to lower.
-    """
-    with ThreadPoolExecutor(1) as pool:
-        with contextlib.suppress(Exception):
-            pool.submit(program.lower(*given).compile)
-        yield
-
-
 def _recorded(aux):
     """The scalars and vectors of aux, and the quotient of each `Mean`, by their names."""
     if taken := sorted(_RESERVED.intersection(aux)):
@@ -194,12 +181,21 @@ def _recorded(aux):
 
 
 def judge(
-    layout: Layout, loss: Callable, has_aux: bool, aux: Any, seed: int, params: Any, batch: Any
+    layout: Layout, loss: Callable, has_aux: bool, aux: Any, seed: int, program: Any, given: tuple
 ) -> None:
-    """Raise where the loss is another function of parts of the batch, as the layout cuts it."""
+    """Raise where the loss is another function of parts of the batch, as the layout cuts it; beside
+    that a thread compiles the step, the `program` of what is `given`.
+
+    It is traced before: a loss need not bear two threads. What fails, its call says; what is
+    several programs has nothing to lower.
+    """
+    params, _, batch, *_ = given
     key = key_argument(loss, seed, 1).get("key")
-    if reason := first_call.judge(layout, loss, params, batch, (), key, has_aux, aux):
-        first_call.warn(reason, "run.train")
+    with ThreadPoolExecutor(1) as pool:
+        with contextlib.suppress(Exception):
+            pool.submit(program.lower(*given).compile)
+        if reason := first_call.judge(layout, loss, params, batch, (), key, has_aux, aux):
+            first_call.warn(reason, "run.train")
 
 
 def flags(layout: Layout, asked: bool) -> Any:

@@ -170,8 +170,7 @@ class _Run:
             return self.params, self.opt_state, batch, np.int32(step), asked
 
         if step == 1:  # what goes on was judged when it began
-            with state.compiling(self.program, given()):
-                self.judge(self.params, batch)
+            self.judge(self.program, given())
         with jax.profiler.StepTraceAnnotation("step", step_num=step):
             self.params, self.opt_state, record = self.program(*given())
         # A step is looked at when the next one is under way, so that devices never wait for this

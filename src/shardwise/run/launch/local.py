@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shardwise.processes.fresh import free_address
 from shardwise.run.folder import Folder
-from shardwise.run.launch.supervising import WELL, Limits, report, supervise
+from shardwise.run.launch.supervising import WELL, Limits, supervise
 from shardwise.run.settings import Settings, option
 
 
@@ -35,7 +35,7 @@ class Local(Limits):
         if self.dry_run:
             print(*map(shlex.join, each), sep="\n")
             return 0
-        return report(supervise(each, folder, self))
+        return supervise(each, folder, self).status
 
 
 def one_of_many(
@@ -44,7 +44,7 @@ def one_of_many(
     """Run one of a cluster's processes; return its status, 0 or 75, or raise that it failed."""
     never = Limits(hang_after=0)  # its own watchdog tells, and the others'
     end = supervise([command], run_folder(command), never, environment, rank, patient)
-    if report(end) not in WELL:
+    if end.status not in WELL:
         raise RuntimeError(f"{who} {rank}: {end.report[-1]}")
     return end.status
 
