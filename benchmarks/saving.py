@@ -19,7 +19,7 @@ from shardwise import mesh
 mesh.simulate(8)
 
 from shardwise import data, model, run  # noqa: E402
-from shardwise.run import metrics  # noqa: E402
+from shardwise.run import reports  # noqa: E402
 
 WINDOW = 15  # steps, in which what a save writes behind the loop is long done
 
@@ -33,7 +33,7 @@ def seconds(folder: Path, steps: int, every: int) -> list[float]:
         loss=lambda params, batch: loss(params, batch),  # which has no key
         batches=data.rows(data.corpus(), 128),
     )
-    lines = metrics.read(folder / "metrics.jsonl")
+    lines = reports.read(folder / "metrics.jsonl")
     return [b["time"] - a["time"] for a, b in itertools.pairwise(lines[1:])]
 
 

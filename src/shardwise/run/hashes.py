@@ -11,7 +11,7 @@ import tyro
 
 from shardwise import rules
 from shardwise import tree as trees
-from shardwise.run import metrics
+from shardwise.run import reports
 from shardwise.run.folder import Folder
 
 
@@ -35,7 +35,7 @@ def diff(
       one: a run folder.
       other: another one.
     """
-    ours, theirs = ({x["step"]: x for x in metrics.read(Folder(p).hashes)} for p in (one, other))
+    ours, theirs = ({x["step"]: x for x in reports.read(Folder(p).hashes)} for p in (one, other))
     steps = sorted(ours.keys() & theirs.keys())
     if not steps:
         raise ValueError(

@@ -21,7 +21,7 @@ from shardwise.checkpoint.directory import Lock
 from shardwise.layouts import Layout, first_call
 from shardwise.objective.means import normal, quotient
 from shardwise.processes import system
-from shardwise.run import metrics
+from shardwise.run import reports
 from shardwise.run.folder import Folder
 from shardwise.run.optimizers import released
 from shardwise.run.settings import Settings, check_resumable, flat
@@ -131,7 +131,7 @@ def claim(
         if jax.process_index() == 0:
             lock.take()
         for file in folder.lines:
-            metrics.read(file)  # an error before any step
+            reports.read(file)  # an error before any step
     found = saved(folder) if settings.resume else None
     for name, value in (facts if found else {}).items():
         if found["facts"].get(name) != value:
