@@ -60,9 +60,8 @@ def train(settings: Settings) -> Result:
         return data.rows(read, settings.sequence, seed, settings.data.packed)
 
     def written(params):
-        key = state.stream(jax.random.key(settings.seed), "samples")
         params = jax.tree.map(jnp.asarray, params)
-        return write(config, params, PROMPT, settings.evaluation.sample, key)
+        return write(config, params, PROMPT, settings.evaluation.sample, settings.seed)
 
     is_text = settings.data.tokens is None
     return training.train(
@@ -149,16 +148,14 @@ def sample(
     saved = folder.settings()
     if saved is None:
         raise FileNotFoundError(f"run: {folder.path} is no run folder: it has no settings.json.")
-    facts = (state.saved(folder) or {}).get("facts", {})
-    if facts and "program" not in facts:
+    if "model.embed" not in saved:
         raise ValueError(f"run: {folder.path} trained a model of its own, and no decoder of text.")
     settings = from_flat(saved)
     if settings.data.tokens is not None:
         raise ValueError("run: this run has token numbers, and no text to write.")
     config = config_of(settings)
     params = _restored(folder, config, settings, mean, step)
-    key = state.stream(jax.random.key(seed), "samples")
-    print(write(config, params, prompt, tokens, key, temperature))
+    print(write(config, params, prompt, tokens, seed, temperature))
 
 
 def _restored(folder, config, settings, mean, step):
@@ -175,7 +172,7 @@ def _restored(folder, config, settings, mean, step):
 
 
 def write(
-    config: Config, params: Any, prompt: str, count: int, key: jax.Array, temperature: float = 0.8
+    config: Config, params: Any, prompt: str, count: int, seed: int, temperature: float = 0.8
 ) -> str:
     """The `prompt` and `count` bytes more, each drawn from the whole of what stands before it, by a
     `Decoder`'s state in any layout; a temperature of 0 takes the likeliest.
@@ -188,6 +185,7 @@ def write(
         )
     # One row at a time has no others to compete with for an expert's slots.
     config = dataclasses.replace(config, capacity_factor=None, dropout=0.0, stages=1)
+    key = state.stream(jax.random.key(seed), "samples")
     tokens = np.zeros(len(given) + count, np.int32)
     tokens[: len(given)] = list(given)
     tokens = _written(params, tokens, key, config, len(given), temperature)

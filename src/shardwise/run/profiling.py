@@ -23,6 +23,7 @@ from shardwise.run.folder import Folder
 
 STEP = "jit_train_step"
 _COLLECTIVES = ("all-", "reduce-scatter", "collective-", "ragged-", "send", "recv", "nccl")
+_GPU = "/device:GPU"  # as their planes are called
 _RUN = "GpuExecutable::ExecuteThunks"  # the host's event of one run, within which kernels start
 
 
@@ -76,15 +77,11 @@ def read(folder: str | Path) -> list[Op]:
             raise ValueError(
                 f"run: {files[-1]} is no whole trace ({error}); record it again."
             ) from error
-        runs = {}
-        if any(_is_gpu(plane) for plane in planes):
-            for line in (line for plane in planes for line in plane.lines):
+        lines, runs = [(plane.name, line) for plane in planes for line in plane.lines], {}
+        if any(plane.startswith(_GPU) for plane, _ in lines):
+            for _, line in lines:
                 runs |= _launches(line)
-        return [op for plane in planes for line in plane.lines for op in _ops(plane, line, runs)]
-
-
-def _is_gpu(plane):
-    return plane.name.startswith("/device:GPU")
+        return [op for plane, line in lines for op in _ops(plane, line, runs)]
 
 
 def _launches(line: Any) -> dict[Any, int]:
@@ -101,9 +98,9 @@ def _launches(line: Any) -> dict[Any, int]:
     return {name: run for run, at, name in places if run >= 0 and at < runs[run][1]}
 
 
-def _ops(plane: Any, line: Any, runs: dict[Any, int]) -> list[Op]:
+def _ops(plane: str, line: Any, runs: dict[Any, int]) -> list[Op]:
     """The operations of one line of a trace, of which those that hold others are left out."""
-    waits, told, kernels = [], [], _is_gpu(plane)
+    waits, told, kernels = [], [], plane.startswith(_GPU)
     for event in line.events:  # of a million on a host's line few are operations
         if event.name == "Rendezvous":
             waits.append((event.start_ns, event.duration_ns))
@@ -114,7 +111,7 @@ def _ops(plane: Any, line: Any, runs: dict[Any, int]) -> list[Op]:
         if {"hlo_op", "run_id"} <= stats.keys():
             told.append((event, stats))
     waits.sort()
-    ops = [_op(plane.name, event, stats, waits) for event, stats in told]
+    ops = [_op(plane, event, stats, waits) for event, stats in told]
     ops.sort(key=lambda op: (op.start, -op.stop))
     if kernels:  # which hold none, and may lie within another's time
         return ops

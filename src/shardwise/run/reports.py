@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import math
+import operator
 import os
 import sys
 import time
@@ -58,26 +59,18 @@ def read(file: Path) -> list[dict[str, Any]]:
         return []
     found, texts = [], file.read_bytes().split(b"\n")
     for number, text in enumerate(texts, 1):
-        line = _line(text)
-        if line is not None:
+        try:
+            line = json.loads(text)
+            float(line["loss"]), operator.index(line["step"])
             found.append(line)
-        elif text.strip() and number < len(texts):
-            raise ValueError(
-                f"run: line {number} of {file} is damaged: {text[:60]!r}; expected an object with "
-                f"a whole number as its step, and a loss. The checkpoints are not touched by "
-                f"this: take the line out, or move the file away, and go on."
-            )
+        except (ValueError, TypeError, KeyError):
+            if text.strip() and number < len(texts):
+                raise ValueError(
+                    f"run: line {number} of {file} is damaged: {text[:60]!r}; expected an object "
+                    f"with a whole number as its step, and a loss. The checkpoints are not touched "
+                    f"by this: take the line out, or move the file away, and go on."
+                ) from None
     return found
-
-
-def _line(text):
-    """The line of a step, parsed; None for any other text."""
-    try:
-        found = json.loads(text)
-        float(found["loss"])
-        return found if type(found["step"]) is int else None
-    except (ValueError, TypeError, KeyError):
-        return None
 
 
 def _text(line):

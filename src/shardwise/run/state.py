@@ -210,9 +210,7 @@ def evaluation(layout: Layout, loss: Callable, decay: float | None, has_aux: boo
 
     def counted(params, batch):  # by what batches are weighed: 1 of a mean over rows
         found, _ = bare(params, batch)
-        if found.count is None:
-            return found.total, jnp.float32(1)
-        return found, jnp.asarray(found.count, jnp.float32)
+        return found, jnp.asarray(1 if found.count is None else found.count, jnp.float32)
 
     mean_and_count = layouts.value(layout, counted, has_aux=True)
 

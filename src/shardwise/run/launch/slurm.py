@@ -71,7 +71,6 @@ class Slurm:
         return finish(job, tasks) if self.wait else 0
 
     def _parameters(self) -> dict[str, Any]:
-        """The parameters of submitit's executor, by its own names."""
         told = dict(job_name=self.name, time=self.time, signal_delay_s=self.signal_before)
         # One task that fails ends the others, which would wait for it.
         told |= dict(nodes=self.nodes, ntasks_per_node=self.tasks_per_node)
