@@ -422,8 +422,10 @@ def test_a_run_is_drawn(reference):
     assert (reference[0] / "metrics.png").stat().st_size > 5000
 
 
-def test_a_run_folder_has_the_settings_that_were_used(tmp_path, reference):
+def test_a_run_folder_has_the_settings_that_were_used(tmp_path, reference, capsys):
     folder, _ = reference
+    assert command.main(["sample", str(folder)]) == 1
+    assert "trained a model of its own, and no decoder" in capsys.readouterr().err
     names = {name.partition(".")[0] for name in Folder(folder).settings()}
     assert {"seed", "batch", "layout", "evaluation"} <= names
     assert not names & {"model", "data", "sequence", "devices", "optimizer"}
