@@ -26,7 +26,6 @@ from shardwise.run.folder import Folder
 from shardwise.run.optimizers import released
 from shardwise.run.settings import Settings, check_resumable, flat
 
-_OWN = "processes.index"  # what each process has for itself
 # What a line of the metrics says itself.
 _RESERVED = frozenset(
     """bad bytes gradient_norm learning_rate loss mfu rows rows_per_second seconds step stop time
@@ -119,7 +118,8 @@ def claim(
     """What `saved` says of a run that goes on; settings, but for the `unused`, are compared."""
     now = {n: value for n, value in flat(settings).items() if n.partition(".")[0] not in unused}
     with system.together("run") as told:  # all have looked before one writes
-        told |= {name: value for name, value in (now | facts).items() if name != _OWN}
+        told |= now | facts
+        told.pop("processes.index", None)  # what each process has for itself
         before = folder.settings()
         if before is not None and not settings.resume:
             raise FileExistsError(

@@ -20,8 +20,6 @@ from shardwise.run.reports import Report
 from shardwise.run.settings import Settings
 from shardwise.run.state import Result
 
-_DECODER = ("devices", "sequence", "model", "data")  # settings of the command's own program
-
 
 class BadStep(RuntimeError):
     """The error of a step whose gradients or loss are not finite, or above the limit."""
@@ -88,7 +86,7 @@ class _Run:
         self, stack, settings, create, judged, batches, tx, validation, sample, facts, flops
     ):
         loss, has_aux, _ = judged
-        unused = () if "program" in facts else _DECODER
+        unused = () if "program" in facts else ("devices", "sequence", "model", "data")
         unused = unused if tx is None else (*unused, "optimizer")
         layout, seed = settings.layout.layout(), settings.seed
         self.settings, self.layout, self.folder = settings, layout, Folder(settings.run)
