@@ -18,25 +18,22 @@ from shardwise import mesh
 
 mesh.simulate(8)
 
-from flax import nnx  # noqa: E402
-
 from shardwise import data, model, run  # noqa: E402
-from shardwise.run import metrics  # noqa: E402
+from shardwise.run import reports  # noqa: E402
 
 WINDOW = 15  # steps, in which what a save writes behind the loop is long done
 
 
 def seconds(folder: Path, steps: int, every: int) -> list[float]:
     """Of each step of a run's loop from the third on."""
-    config = model.Config()
-    graphdef = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))[0]
+    create, loss, _ = model.program(model.Config())
     run.train(
         run.Settings(run=folder, steps=steps, save_every=every),
-        create=lambda key: nnx.state(model.Decoder(config, nnx.Rngs(params=key))),
-        loss=lambda params, batch: model.loss(params, batch, graphdef=graphdef),
+        create=create,
+        loss=lambda params, batch: loss(params, batch),  # which has no key
         batches=data.rows(data.corpus(), 128),
     )
-    lines = metrics.read(folder / "metrics.jsonl")
+    lines = reports.read(folder / "metrics.jsonl")
     return [b["time"] - a["time"] for a, b in itertools.pairwise(lines[1:])]
 
 

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardwise.run import metrics, notes
+from shardwise.run import notes, reports
 from shardwise.run.signals import STOPPED
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGKILL)
@@ -50,7 +50,7 @@ def start(folder: Path, count: int) -> subprocess.Popen:
 
 def steps(folder: Path) -> list[tuple[int, float]]:
     """The steps that are done, and their losses."""
-    return [(x["step"], x["loss"]) for x in metrics.read(folder / "metrics.jsonl")]
+    return [(x["step"], x["loss"]) for x in reports.read(folder / "metrics.jsonl")]
 
 
 def stop(folder: Path, count: int, number: int, draw: random.Random) -> tuple:

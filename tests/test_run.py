@@ -26,7 +26,7 @@ from sampling import marked
 from shardwise import __main__ as command
 from shardwise import checkpoint, data, layouts, marks, mesh, objective, run, topology
 from shardwise.layouts import first_call
-from shardwise.run import decoder, metrics, profiling, reports, signals, state, training
+from shardwise.run import decoder, profiling, reports, signals, state, training
 from shardwise.run.folder import Folder
 from shardwise.run.optimizers import Guarded, averaged, guarded
 from shardwise.run.settings import Data, Evaluation, flat, from_flat
@@ -86,7 +86,7 @@ def trained(folder, batches=None, flops=None, create=create, facts=None, **chang
 
 def lines(folder):
     return [
-        (x["step"], x["loss"], x["gradient_norm"]) for x in metrics.read(folder / "metrics.jsonl")
+        (x["step"], x["loss"], x["gradient_norm"]) for x in reports.read(folder / "metrics.jsonl")
     ]
 
 
@@ -155,8 +155,8 @@ def test_a_run_that_goes_on_is_the_one_that_was_not_stopped(tmp_path, reference,
     assert lines(tmp_path / "r") == lines(folder) and len(lines(folder)) == 8
     equal(result.opt_state, other.opt_state)
     equal(result.params, other.params)
-    assert [x["loss"] for x in metrics.read(tmp_path / "r/evaluations.jsonl")] == [
-        x["loss"] for x in metrics.read(folder / "evaluations.jsonl")
+    assert [x["loss"] for x in reports.read(tmp_path / "r/evaluations.jsonl")] == [
+        x["loss"] for x in reports.read(folder / "evaluations.jsonl")
     ]
 
 
@@ -267,7 +267,7 @@ def _alone(params, opt_state, batch, key):
 
 def test_a_bad_step_is_skipped_and_its_batch_kept(tmp_path):
     result = trained(tmp_path / "r", batches=rows(bad=[17]), bad="skip")
-    found = metrics.read(tmp_path / "r/metrics.jsonl")
+    found = reports.read(tmp_path / "r/metrics.jsonl")
     assert [x["step"] for x in found if x.get("bad")] == [3] and result.step == 8
     kept = np.load(tmp_path / "r/batches/3.npz")
     assert np.isinf(kept["y"]).any() and kept["row"].tolist() == list(range(16, 24))
@@ -336,12 +336,12 @@ def test_no_mean_and_vectors_of_aux(tmp_path):
 
     options = dict(create=create, loss=with_aux, has_aux=True, validation=rows())
     result = run.train(given(tmp_path, steps=4, ema=None), batches=rows(), **options)
-    line = metrics.read(tmp_path / "metrics.jsonl")[1]
+    line = reports.read(tmp_path / "metrics.jsonl")[1]
     batch = np.stack([rows()[i]["y"] for i in range(8, 16)])
     np.testing.assert_allclose(line["each"], batch.sum(0), rtol=1e-5)
     np.testing.assert_allclose(line["size"], np.abs(batch).mean(), rtol=1e-5)
     assert line["seen"] == line["rows"] == 8 and result.step == 4 and result.mean is None
-    assert "loss_of_mean" not in metrics.read(tmp_path / "evaluations.jsonl")[0]
+    assert "loss_of_mean" not in reports.read(tmp_path / "evaluations.jsonl")[0]
 
 
 def test_a_step_is_compiled_beside_the_judgement_and_not_again(tmp_path, caplog):
@@ -364,7 +364,7 @@ def test_how_aux_of_parts_becomes_one_is_the_users_to_say(tmp_path, aux, expecte
     settings = given(tmp_path, steps=1, layout=run.Roles(fsdp=8), evaluation=Evaluation(every=0))
     tools = dict(create=create, loss=with_aux, batches=rows(), has_aux=True, aux=aux)
     run.train(settings, **tools)
-    assert metrics.read(tmp_path / "metrics.jsonl")[0]["seen"] == expected * settings.batch
+    assert reports.read(tmp_path / "metrics.jsonl")[0]["seen"] == expected * settings.batch
 
 
 @pytest.mark.parametrize("name", ["loss", slow("gradient_norm"), "tokens_per_second"])
@@ -374,7 +374,7 @@ def test_aux_does_not_take_the_place_of_a_metric(tmp_path, name):
 
     with pytest.raises(ValueError, match=f"aux has '{name}', which the metrics have already"):
         run.train(given(tmp_path), create, with_aux, rows(), optax.sgd(0.1), has_aux=True)
-    assert not metrics.read(tmp_path / "metrics.jsonl")
+    assert not reports.read(tmp_path / "metrics.jsonl")
 
 
 @pytest.mark.slow
@@ -384,10 +384,10 @@ def test_steps_that_are_done_again_count_once_as_skipped(tmp_path):
     settings = given(folder, **options)
     tools = dict(create=create, loss=loss, batches=rows(bad=[33]))  # row 33 is of step 5
     run.train(settings, **tools)
-    rates = [line["learning_rate"] for line in metrics.read(folder / "metrics.jsonl")]
+    rates = [line["learning_rate"] for line in reports.read(folder / "metrics.jsonl")]
     shutil.rmtree(folder / "checkpoints" / "6")  # as if it had been killed while saving
     run.train(dataclasses.replace(settings, resume=True), **tools)
-    assert [x["learning_rate"] for x in metrics.read(folder / "metrics.jsonl")] == rates
+    assert [x["learning_rate"] for x in reports.read(folder / "metrics.jsonl")] == rates
 
 
 def test_a_halted_guard_changes_nothing_any_more():
@@ -422,8 +422,10 @@ def test_a_run_is_drawn(reference):
     assert (reference[0] / "metrics.png").stat().st_size > 5000
 
 
-def test_a_run_folder_has_the_settings_that_were_used(tmp_path, reference):
+def test_a_run_folder_has_the_settings_that_were_used(tmp_path, reference, capsys):
     folder, _ = reference
+    assert command.main(["sample", str(folder)]) == 1
+    assert "trained a model of its own, and no decoder" in capsys.readouterr().err
     names = {name.partition(".")[0] for name in Folder(folder).settings()}
     assert {"seed", "batch", "layout", "evaluation"} <= names
     assert not names & {"model", "data", "sequence", "devices", "optimizer"}
@@ -451,7 +453,7 @@ def test_a_held_out_loss_is_that_of_one_large_batch(tmp_path, scalar):
     options = dict(create=create, loss=weighed, batches=held, validation=held)
     settings = given(tmp_path, steps=4, evaluation=Evaluation(every=4, batches=3))
     result = run.train(settings, **options)
-    (found,) = metrics.read(tmp_path / "evaluations.jsonl")
+    (found,) = reports.read(tmp_path / "evaluations.jsonl")
     params = layouts.whole(run.Roles().layout(), result.params)
     batch = jax.tree.map(lambda *x: np.stack(x), *[held[i] for i in range(3 * 8)])
     wanted = objective.value_and_grad(weighed)(params, batch)[0]
@@ -486,9 +488,9 @@ def test_other_data_are_named(reference):
 def test_a_line_cut_off_while_it_was_written_is_left_out(tmp_path):
     file = tmp_path / "m.jsonl"
     file.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n{"step": 3, "lo')
-    metrics.cut(file, 2)
-    metrics.add(file, {"step": 2, "loss": float("nan")})
-    assert metrics.read(file) == [{"step": 1, "loss": 2.0}, {"step": 2, "loss": "nan"}]
+    reports.cut(file, 2)
+    reports.add(file, {"step": 2, "loss": float("nan")})
+    assert reports.read(file) == [{"step": 1, "loss": 2.0}, {"step": 2, "loss": "nan"}]
 
 
 @pytest.mark.parametrize(
@@ -815,8 +817,8 @@ def test_mfu_where_the_chip_is_known(tmp_path, monkeypatch):
     here = dataclasses.replace(topology.CHIPS["v5e"], names=(jax.devices()[0].device_kind,))
     monkeypatch.setitem(topology.CHIPS, "v5e", here)
     trained(tmp_path / "some", steps=2, flops=3e12)
-    assert all("mfu" not in line for line in metrics.read(tmp_path / "none/metrics.jsonl"))
-    for line in metrics.read(tmp_path / "some/metrics.jsonl"):
+    assert all("mfu" not in line for line in reports.read(tmp_path / "none/metrics.jsonl"))
+    for line in reports.read(tmp_path / "some/metrics.jsonl"):
         rounded = 1e-4 + line["mfu"] * 1e-6 / line["seconds"]  # both are, in the metrics
         assert abs(line["mfu"] - 3e12 / line["seconds"] / (8 * 197e12)) < rounded
         assert line["mfu"] > 0
@@ -891,7 +893,8 @@ def test_text_of_a_folder_is_split_by_file(tmp_path):
     source = Data(text=str(tmp_path))
     train, held = (decoder.documents(source, split) for split in ("train", "validation"))
     assert len(train) + len(held) == 40 and len(held) > 0
-    assert decoder.fingerprint(source) == decoder.fingerprint(Data(text=f"{tmp_path}/*.txt"))
+    by_glob = decoder.documents(Data(text=f"{tmp_path}/*.txt"))
+    assert data.checksum(train) == data.checksum(by_glob)
     with pytest.raises(FileNotFoundError, match="no files at"):
         decoder.documents(Data(text=str(tmp_path / "none")))
 
@@ -907,6 +910,7 @@ def test_tokens_are_read_where_they_are_needed(tmp_path):
     assert decoder.vocabulary(source) == 700
     (document,) = decoder.documents(source)
     assert isinstance(document, np.memmap) and document.size == 900
+    assert data.checksum((document,)) == data.checksum((np.array(document),))
     np.save(tmp_path / "f.npy", np.zeros(30))
     with pytest.raises(ValueError, match="expected token numbers"):
         decoder.documents(Data(tokens=tmp_path / "f.npy"))

@@ -18,7 +18,7 @@ from sampling import IN_FULL
 from shardwise import layouts, model, run
 from shardwise.layouts import first_call
 from shardwise.layouts.layout import ROLES
-from shardwise.run import decoder, metrics, reports
+from shardwise.run import decoder, reports
 from shardwise.run.settings import F32, Evaluation
 
 STAGED = {name for name in layouts.LAYOUTS if "stage" in name}
@@ -87,7 +87,7 @@ def go(each):
 
 
 def losses(folder):
-    return [(x["step"], x["loss"]) for x in metrics.read(folder / "metrics.jsonl")]
+    return [(x["step"], x["loss"]) for x in reports.read(folder / "metrics.jsonl")]
 
 
 def started(function, count, folder):

@@ -22,7 +22,7 @@ from sampling import IN_FULL
 from shardwise import checkpoint, layouts, mesh, processes, run
 from shardwise.__main__ import main
 from shardwise.layouts import first_call
-from shardwise.run import feed, metrics, notes, reports, signals
+from shardwise.run import feed, notes, reports, signals
 from shardwise.run.launch import local
 
 pytestmark = pytest.mark.slow
@@ -122,7 +122,7 @@ def wait_for(folder, step, children):
 
 
 def losses(folder):
-    return [(x["step"], x["loss"]) for x in metrics.read(Path(folder) / "metrics.jsonl")]
+    return [(x["step"], x["loss"]) for x in reports.read(Path(folder) / "metrics.jsonl")]
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +240,7 @@ def test_with_another_number_of_processes_it_goes_on(folders, here, tmp_path):
 
 def recorded(folder):
     """{step: {path: hash}} of a run."""
-    return {x["step"]: x["arrays"] for x in metrics.read(Path(folder) / "hashes.jsonl")}
+    return {x["step"]: x["arrays"] for x in reports.read(Path(folder) / "hashes.jsonl")}
 
 
 def test_an_exact_run_goes_on_anywhere_with_the_same_bits(environment, here, tmp_path, capsys):

@@ -8,6 +8,7 @@ m mlp, v vocab.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from shardwise import experts, marks, objective
 from shardwise.experts.mixture import Experts, Routing
 from shardwise.layers import Config, Linear, RMSNorm
 
-__all__ = ["Config", "Decoder", "cross_entropy", "loss", "routed_loss"]
+__all__ = ["Config", "Decoder", "cross_entropy", "loss", "program", "routed_loss"]
 
 _OF_TOKENS = "each token's normalizer"
 _KEPT = jax.checkpoint_policies.save_only_these_names(_OF_TOKENS)
@@ -254,3 +255,17 @@ def routed_loss(
     if balance:
         total += balance * experts.penalty(routing.chosen, routing.probabilities, mask, over)
     return objective.Mean(total, jnp.sum(mask)), aux
+
+
+def program(config: Config) -> tuple[Callable, Callable, bool]:
+    """(create, loss, has_aux) of a decoder to be trained: its state by a key, and what a layout
+    divides: `loss`, or with experts `routed_loss`, whose balance over each row is the same function
+    for any microbatches.
+    """
+
+    def create(key):
+        return nnx.state(Decoder(config, nnx.Rngs(params=key)))
+
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
+    chosen = functools.partial(routed_loss, over="rows") if config.experts else loss
+    return create, functools.partial(chosen, graphdef=graphdef), bool(config.experts)

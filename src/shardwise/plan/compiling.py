@@ -1,13 +1,11 @@
 """A proposed layout as code, as flags of `shardwise train`, and as a step that is compiled."""
 
 import dataclasses
-import functools
 import time
 from typing import NamedTuple, TextIO
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -18,7 +16,7 @@ from shardwise.costs.sent import inserted
 from shardwise.measure import hlo
 from shardwise.measure.differences import Differences
 from shardwise.measure.memory import Fit
-from shardwise.model import Config, Decoder
+from shardwise.model import Config
 from shardwise.plan import arrays
 from shardwise.plan.own import Own
 from shardwise.plan.planning import Candidate, Plan
@@ -105,19 +103,11 @@ def program_of(
     roles: Roles, config: Config, batch: int, sequence: int, optimizer: Optimizer | None = None
 ) -> Own:
     """The decoder's program for a layout, which has attention's kernel."""
-    config = dataclasses.replace(config, stages=roles.stage)
-
-    def create(key):
-        return nnx.state(Decoder(config, nnx.Rngs(params=key)))
-
-    # Balance is over each row, so that microbatches are the same function.
-    loss = functools.partial(model.routed_loss, over="rows") if config.experts else model.loss
-    graphdef = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))[0]
-    loss = functools.partial(loss, graphdef=graphdef)
+    create, loss, has_aux = model.program(dataclasses.replace(config, stages=roles.stage))
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "mask": jnp.float32}
     fields = {name: jax.ShapeDtypeStruct((batch, sequence), x) for name, x in dtypes.items()}
     tx = optimizer and optimizer.transformation()
-    return Own(create, loss, tx, fields, bool(config.experts))
+    return Own(create, loss, tx, fields, has_aux)
 
 
 class Check(NamedTuple):

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import glob
 import shlex
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -54,28 +53,25 @@ def train(settings: Settings) -> Result:
             f"run: the data has a token {most - 1}, and model.vocab is {config.vocab}; say "
             f"--model.vocab {most}."
         )
-    loss = model.loss
-    if config.experts:  # balanced over each row: one function, whatever the microbatches
-        loss = functools.partial(model.routed_loss, over="rows")
+    create, loss, has_aux = model.program(config)
 
     def rows(split, seed):
         read = documents(settings.data, split)
         return data.rows(read, settings.sequence, seed, settings.data.packed)
 
     def written(params):
-        key = state.stream(jax.random.key(settings.seed), "samples")
         params = jax.tree.map(jnp.asarray, params)
-        return write(config, params, PROMPT, settings.evaluation.sample, key)
+        return write(config, params, PROMPT, settings.evaluation.sample, settings.seed)
 
     is_text = settings.data.tokens is None
     return training.train(
         settings,
-        create=functools.partial(_create, config),
-        loss=functools.partial(loss, graphdef=_graphdef(config)),
+        create=create,
+        loss=loss,
         batches=rows("train", settings.seed),
         validation=rows("validation", None),  # never shuffled
-        has_aux=bool(config.experts),
-        facts={"data": fingerprint(settings.data), "program": "shardwise train"},
+        has_aux=has_aux,
+        facts={"data": data.checksum(documents(settings.data)), "program": "shardwise train"},
         flops=plan.model_flops(config, settings.batch, settings.sequence),
         sample=written if is_text and settings.evaluation.sample else None,
     )
@@ -87,14 +83,6 @@ def config_of(settings: Settings) -> Config:
     return dataclasses.replace(settings.model, stages=max(asked, settings.model.stages))
 
 
-def _create(config, key):
-    return nnx.state(Decoder(config, nnx.Rngs(params=key)))
-
-
-def _graphdef(config):
-    return nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))[0]
-
-
 def documents(source: Data, split: str = "train") -> tuple[np.ndarray, ...]:
     """The documents of a split: nine files in ten train; of one alone, the first nine tenths."""
     if source.text is not None and source.tokens is not None:
@@ -102,15 +90,6 @@ def documents(source: Data, split: str = "train") -> tuple[np.ndarray, ...]:
     if source.tokens is not None:
         return (data.share(_tokens(source.tokens), split),)
     return data.corpus(split) if source.text is None else _files(source.text, split)
-
-
-def fingerprint(source: Data) -> int:
-    """A checksum of what a run is trained on."""
-    if source.tokens is None:
-        return data.checksum(documents(source))
-    array = _tokens(source.tokens)
-    ends = np.concatenate([array[: 2**18], array[-(2**18) :]])
-    return zlib.crc32(np.ascontiguousarray(ends).tobytes(), array.size % 2**32)
 
 
 def vocabulary(source: Data) -> int:
@@ -132,9 +111,9 @@ def _tokens(file):
 
 def _files(text, split):
     path = Path(text).expanduser()
-    found = [path] if path.is_file() else sorted(path.rglob("*")) if path.is_dir() else []
-    found = found or [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
-    files = [file for file in found if file.is_file() and file.stat().st_size > 1]
+    named = [path] if path.is_file() else map(Path, glob.glob(str(path), recursive=True))
+    found = path.rglob("*") if path.is_dir() else named
+    files = sorted(file for file in found if file.is_file() and file.stat().st_size > 1)
     if not files:
         raise FileNotFoundError(
             f"run: no files at {text}; data.text names a folder, a file, or a glob in quotes."
@@ -169,16 +148,14 @@ def sample(
     saved = folder.settings()
     if saved is None:
         raise FileNotFoundError(f"run: {folder.path} is no run folder: it has no settings.json.")
-    facts = (state.saved(folder) or {}).get("facts", {})
-    if facts and "program" not in facts:
+    if "model.embed" not in saved:
         raise ValueError(f"run: {folder.path} trained a model of its own, and no decoder of text.")
     settings = from_flat(saved)
     if settings.data.tokens is not None:
         raise ValueError("run: this run has token numbers, and no text to write.")
     config = config_of(settings)
     params = _restored(folder, config, settings, mean, step)
-    key = state.stream(jax.random.key(seed), "samples")
-    print(write(config, params, prompt, tokens, key, temperature))
+    print(write(config, params, prompt, tokens, seed, temperature))
 
 
 def _restored(folder, config, settings, mean, step):
@@ -187,8 +164,7 @@ def _restored(folder, config, settings, mean, step):
         raise ValueError("run: this run kept no mean of its parameters (ema=None).")
     layout = layouts.Layout(mesh.make(fsdp=-1), fsdp="fsdp")
     tx = guarded(averaged(optax.identity(), settings.ema) if mean else optax.identity())
-    create = functools.partial(_create, config)
-    params, opt_state = state.abstract(layout, create, tx, settings.seed)
+    params, opt_state = state.abstract(layout, model.program(config)[0], tx, settings.seed)
     # Of the optimizer's own state nothing is read.
     like = {"opt_state": opt_state} if mean else {"params": params}
     found = checkpoint.restore(folder.checkpoints, like, step, partial=mean)
@@ -196,7 +172,7 @@ def _restored(folder, config, settings, mean, step):
 
 
 def write(
-    config: Config, params: Any, prompt: str, count: int, key: jax.Array, temperature: float = 0.8
+    config: Config, params: Any, prompt: str, count: int, seed: int, temperature: float = 0.8
 ) -> str:
     """The `prompt` and `count` bytes more, each drawn from the whole of what stands before it, by a
     `Decoder`'s state in any layout; a temperature of 0 takes the likeliest.
@@ -209,6 +185,7 @@ def write(
         )
     # One row at a time has no others to compete with for an expert's slots.
     config = dataclasses.replace(config, capacity_factor=None, dropout=0.0, stages=1)
+    key = state.stream(jax.random.key(seed), "samples")
     tokens = np.zeros(len(given) + count, np.int32)
     tokens[: len(given)] = list(given)
     tokens = _written(params, tokens, key, config, len(given), temperature)
@@ -217,7 +194,8 @@ def write(
 
 @functools.partial(jax.jit, static_argnames=("config", "start", "temperature"))
 def _written(params, tokens, key, config, start, temperature):
-    decoder = nnx.merge(_graphdef(config), params)
+    abstract = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
+    decoder = nnx.merge(nnx.graphdef(abstract), params)
 
     def one(i, tokens):
         # Causal: what stands to the right of the last token changes nothing.

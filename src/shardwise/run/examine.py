@@ -27,10 +27,8 @@ def examine(
         accelerators, or without any eight simulated devices.
       as_json: print JSON on stdout, and nothing else there.
     """
-    parts = [part.partition("=") for part in axes.split(",")]
-    sizes = {name: size for name, _, size in parts}
-    well = all(re.fullmatch(r"[^\W\d]\w*=-?\d+", "".join(part)) for part in parts)
-    if not well or len(sizes) < len(parts):
+    sizes = dict(re.findall(r"([^\W\d]\w*)=(-?\d+)", axes))
+    if ",".join(f"{name}={size}" for name, size in sizes.items()) != axes or not axes:
         raise ValueError(f"doctor: --mesh {axes}: expected names and sizes, such as data=2,fsdp=4.")
     told = system.address, system.count, system.index
     processes.join(*told, devices=devices, heartbeat=system.heartbeat)

@@ -2,7 +2,7 @@
 
 Both kinds have `go(first, last)`, the batches of these steps over the devices; `whole`, a recent
 step's as NumPy arrays; `some` rows of the first, and their `fingerprint`; and `state`, the position
-after a step, to `restore`.
+after a step, to `restore` where it is not None.
 """
 
 import functools
@@ -48,9 +48,6 @@ class Feed:
 
     def state(self, step: int) -> None:
         return None
-
-    def restore(self, state: None) -> None:
-        pass
 
     def _read(self, step, rows):
         found = [self._dataset[(step - 1) * self._batch + row] for row in rows]

@@ -11,7 +11,7 @@ import tyro
 
 from shardwise import rules
 from shardwise import tree as trees
-from shardwise.run import metrics
+from shardwise.run import reports
 from shardwise.run.folder import Folder
 
 
@@ -35,17 +35,12 @@ def diff(
       one: a run folder.
       other: another one.
     """
-    ours, theirs = ({x["step"]: x for x in metrics.read(Folder(p).hashes)} for p in (one, other))
-    if empty := [str(p) for p, found in ((one, ours), (other, theirs)) if not found]:
-        told = " and ".join(empty)
-        raise ValueError(
-            f"diff: no hashes in {told}: no run folder, or a run without --hash-every."
-        )
+    ours, theirs = ({x["step"]: x for x in reports.read(Folder(p).hashes)} for p in (one, other))
     steps = sorted(ours.keys() & theirs.keys())
     if not steps:
         raise ValueError(
-            f"diff: {one} and {other} have no hashes of one step; record them by --hash-every, the "
-            f"same in both runs."
+            f"diff: {one} has hashes of {len(ours)} steps and {other} of {len(theirs)}, and no "
+            f"step is the same; record them by --hash-every, the same in both runs."
         )
     first = next((s for s in steps if ours[s]["arrays"] != theirs[s]["arrays"]), None)
     a, b = (each[steps[-1] if first is None else first] for each in (ours, theirs))

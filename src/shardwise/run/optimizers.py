@@ -64,12 +64,11 @@ def guarded(tx: Any, limit: float = float("inf"), halt: bool = False) -> Any:
     def update(grads, state, params=None, **extra):
         norm = optax.tree.norm(grads).astype(jnp.float32)
         bad = ~(jnp.isfinite(norm) & (norm <= limit))
-        still = state.halted if halt else jnp.zeros((), bool)
-        skip = bad | still
+        skip = bad | state.halted
         updates, inner = tx.update(grads, state.inner, params, **extra)
         updates = jax.tree.map(lambda u: jnp.where(skip, jnp.zeros_like(u), u), updates)
         inner = jax.tree.map(lambda old, new: jnp.where(skip, old, new), state.inner, inner)
-        return updates, Guarded(norm, bad, (still | bad) if halt else still, inner)
+        return updates, Guarded(norm, bad, state.halted | (bad & halt), inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import tyro
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.message import DecodeError
 
 from shardwise.run.folder import Folder
 
 STEP = "jit_train_step"
 _COLLECTIVES = ("all-", "reduce-scatter", "collective-", "ragged-", "send", "recv", "nccl")
+_GPU = "/device:GPU"  # as their planes are called
 _RUN = "GpuExecutable::ExecuteThunks"  # the host's event of one run, within which kernels start
 
 
@@ -68,36 +71,17 @@ def read(folder: str | Path) -> list[Op]:
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
             trace = files[-1].read_bytes()
-            _check_whole(trace)
+            Empty.FromString(trace)  # an error where it is cut off, at which JAX 0.7 would die
             planes = list(ProfileData.from_serialized_xspace(trace).planes)
-        except (RuntimeError, IndexError) as error:
+        except (RuntimeError, DecodeError) as error:
             raise ValueError(
                 f"run: {files[-1]} is no whole trace ({error}); record it again."
             ) from error
-        runs = {}
-        if any(_is_gpu(plane) for plane in planes):
-            for line in (line for plane in planes for line in plane.lines):
+        lines, runs = [(plane.name, line) for plane in planes for line in plane.lines], {}
+        if any(plane.startswith(_GPU) for plane, _ in lines):
+            for _, line in lines:
                 runs |= _launches(line)
-        return [op for plane in planes for line in plane.lines for op in _ops(plane, line, runs)]
-
-
-def _check_whole(trace):
-    """Raise an IndexError for bytes that are cut off, at which JAX 0.7 would end the process.
-
-    A trace is a protobuf of fields that begin with a tag and their length, seven bits a byte.
-    """
-    at = 0
-    while at < len(trace):
-        length, shift, at = 0, 0, at + 1
-        while trace[at] > 127:
-            length, shift, at = length | (trace[at] & 127) << shift, shift + 7, at + 1
-        at += 1 + (length | trace[at] << shift)
-    if at > len(trace):
-        raise IndexError(f"{at - len(trace):,} bytes are missing")
-
-
-def _is_gpu(plane):
-    return plane.name.startswith("/device:GPU")
+        return [op for plane, line in lines for op in _ops(plane, line, runs)]
 
 
 def _launches(line: Any) -> dict[Any, int]:
@@ -114,9 +98,9 @@ def _launches(line: Any) -> dict[Any, int]:
     return {name: run for run, at, name in places if run >= 0 and at < runs[run][1]}
 
 
-def _ops(plane: Any, line: Any, runs: dict[Any, int]) -> list[Op]:
+def _ops(plane: str, line: Any, runs: dict[Any, int]) -> list[Op]:
     """The operations of one line of a trace, of which those that hold others are left out."""
-    waits, told, kernels = [], [], _is_gpu(plane)
+    waits, told, kernels = [], [], plane.startswith(_GPU)
     for event in line.events:  # of a million on a host's line few are operations
         if event.name == "Rendezvous":
             waits.append((event.start_ns, event.duration_ns))
@@ -127,7 +111,7 @@ def _ops(plane: Any, line: Any, runs: dict[Any, int]) -> list[Op]:
         if {"hlo_op", "run_id"} <= stats.keys():
             told.append((event, stats))
     waits.sort()
-    ops = [_op(plane.name, event, stats, waits) for event, stats in told]
+    ops = [_op(plane, event, stats, waits) for event, stats in told]
     ops.sort(key=lambda op: (op.start, -op.stop))
     if kernels:  # which hold none, and may lie within another's time
         return ops

@@ -93,7 +93,7 @@ class Data:
     """The data to read: by default the source of Python's standard library, as bytes."""
 
     text: str | None = None  # a folder, a file or a glob of text files, read as bytes
-    tokens: Path | None = None  # a one-dimensional array in a .npy file, of whole numbers
+    tokens: str | None = None  # a one-dimensional array in a .npy file, of whole numbers
     packed: bool = False  # documents follow one another without padding
 
 
@@ -221,7 +221,7 @@ def flat(settings: Settings) -> dict[str, Any]:
 def from_flat(values: dict[str, Any], default: Settings | None = None) -> Settings:
     """The settings of which `flat` made these values; `default` has what they lack."""
     try:
-        return _parsed("", traverse_util.unflatten_dict(values, sep="."), default or Settings())
+        return _parsed(traverse_util.unflatten_dict(values, sep="."), default or Settings())
     except TypeError as error:
         raise ValueError(
             f"run: saved settings are not of their types ({error}): {values}. Mend settings.json "
@@ -236,12 +236,10 @@ def _plain(value):
     return value if finite and not isinstance(value, Path) else str(value)
 
 
-def _parsed(name, value, default):
+def _parsed(value, default):
     if dataclasses.is_dataclass(default):
-        given = {n: _parsed(n, value[n], x) for n, x in vars(default).items() if n in value}
+        given = {n: _parsed(value[n], x) for n, x in vars(default).items() if n in value}
         return dataclasses.replace(default, **given)
-    if name in ("run", "tokens") and value is not None:
-        return Path(value)
     if isinstance(default, np.dtype | type):
         return jnp.dtype(value)
     return float(value) if isinstance(default, float) and isinstance(value, str) else value

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import inspect
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,11 @@ from shardwise.checkpoint.directory import Lock
 from shardwise.layouts import Layout, first_call
 from shardwise.objective.means import normal, quotient
 from shardwise.processes import system
-from shardwise.run import metrics
+from shardwise.run import reports
 from shardwise.run.folder import Folder
 from shardwise.run.optimizers import released
 from shardwise.run.settings import Settings, check_resumable, flat
 
-_OWN = "processes.index"  # what each process has for itself
 # What a line of the metrics says itself.
 _RESERVED = frozenset(
     """bad bytes gradient_norm learning_rate loss mfu rows rows_per_second seconds step stop time
@@ -119,7 +118,8 @@ def claim(
     """What `saved` says of a run that goes on; settings, but for the `unused`, are compared."""
     now = {n: value for n, value in flat(settings).items() if n.partition(".")[0] not in unused}
     with system.together("run") as told:  # all have looked before one writes
-        told |= {name: value for name, value in (now | facts).items() if name != _OWN}
+        told |= now | facts
+        told.pop("processes.index", None)  # what each process has for itself
         before = folder.settings()
         if before is not None and not settings.resume:
             raise FileExistsError(
@@ -131,7 +131,7 @@ def claim(
         if jax.process_index() == 0:
             lock.take()
         for file in folder.lines:
-            metrics.read(file)  # an error before any step
+            reports.read(file)  # an error before any step
     found = saved(folder) if settings.resume else None
     for name, value in (facts if found else {}).items():
         if found["facts"].get(name) != value:
@@ -169,19 +169,6 @@ def step_program(
     return jax.jit(train_step, donate_argnums=(0, 1), out_shardings=out)
 
 
-@contextlib.contextmanager
-def compiling(program: Callable, given: tuple) -> Iterator[None]:
-    """Compile a step in a thread beside what the block does; its call finds it compiled.
-
-    It is traced here, before: a loss need not bear two threads. What fails, the call says; what is
-    several programs has nothing to lower.
-    """
-    with ThreadPoolExecutor(1) as pool:
-        with contextlib.suppress(Exception):
-            pool.submit(program.lower(*given).compile)
-        yield
-
-
 def _recorded(aux):
     """The scalars and vectors of aux, and the quotient of each `Mean`, by their names."""
     if taken := sorted(_RESERVED.intersection(aux)):
@@ -194,12 +181,21 @@ def _recorded(aux):
 
 
 def judge(
-    layout: Layout, loss: Callable, has_aux: bool, aux: Any, seed: int, params: Any, batch: Any
+    layout: Layout, loss: Callable, has_aux: bool, aux: Any, seed: int, program: Any, given: tuple
 ) -> None:
-    """Raise where the loss is another function of parts of the batch, as the layout cuts it."""
+    """Raise where the loss is another function of parts of the batch, as the layout cuts it; beside
+    that a thread compiles the step, the `program` of what is `given`.
+
+    It is traced before: a loss need not bear two threads. What fails, its call says; what is
+    several programs has nothing to lower.
+    """
+    params, _, batch, *_ = given
     key = key_argument(loss, seed, 1).get("key")
-    if reason := first_call.judge(layout, loss, params, batch, (), key, has_aux, aux):
-        first_call.warn(reason, "run.train")
+    with ThreadPoolExecutor(1) as pool:
+        with contextlib.suppress(Exception):
+            pool.submit(program.lower(*given).compile)
+        if reason := first_call.judge(layout, loss, params, batch, (), key, has_aux, aux):
+            first_call.warn(reason, "run.train")
 
 
 def flags(layout: Layout, asked: bool) -> Any:
@@ -214,9 +210,7 @@ def evaluation(layout: Layout, loss: Callable, decay: float | None, has_aux: boo
 
     def counted(params, batch):  # by what batches are weighed: 1 of a mean over rows
         found, _ = bare(params, batch)
-        if found.count is None:
-            return found.total, jnp.float32(1)
-        return found, jnp.asarray(found.count, jnp.float32)
+        return found, jnp.asarray(1 if found.count is None else found.count, jnp.float32)
 
     mean_and_count = layouts.value(layout, counted, has_aux=True)
 

@@ -11,7 +11,7 @@ import numpy as np
 from shardwise import checkpoint, layouts, measure, topology
 from shardwise import tree as trees
 from shardwise.checkpoint.directory import Lock
-from shardwise.run import hashes, metrics, signals, state
+from shardwise.run import hashes, signals, state
 from shardwise.run.feed import feed
 from shardwise.run.folder import Folder
 from shardwise.run.notes import Notes
@@ -19,8 +19,6 @@ from shardwise.run.optimizers import averaged, guarded, released
 from shardwise.run.reports import Report
 from shardwise.run.settings import Settings
 from shardwise.run.state import Result
-
-_DECODER = ("devices", "sequence", "model", "data")  # settings of the command's own program
 
 
 class BadStep(RuntimeError):
@@ -88,7 +86,7 @@ class _Run:
         self, stack, settings, create, judged, batches, tx, validation, sample, facts, flops
     ):
         loss, has_aux, _ = judged
-        unused = () if "program" in facts else _DECODER
+        unused = () if "program" in facts else ("devices", "sequence", "model", "data")
         unused = unused if tx is None else (*unused, "optimizer")
         layout, seed = settings.layout.layout(), settings.seed
         self.settings, self.layout, self.folder = settings, layout, Folder(settings.run)
@@ -104,14 +102,12 @@ class _Run:
         self.stop = signals.standing() or stack.enter_context(signals.Stop())
         lock = stack.enter_context(contextlib.closing(lock_of(self.folder)))
         saved = state.claim(settings, self.folder, self.facts, unused, lock)
-        if saved is not None:
+        if saved and saved["position"] is not None:
             self.source.restore(saved["position"])
         self.notes = Notes(self.folder.path, jax.process_index(), settings.processes.hang)
         self.notes.say("compiling")
         self.saved_at = saved and saved["step"]
         self.first, self.pending = (self.saved_at or 0) + 1, None
-        done = metrics.read(self.folder.metrics)  # of a run that is done, and asked for no more
-        self.loss_value = float(done[-1]["loss"]) if done else float("nan")
         begun = state.begun(layout, create, tx, seed, self.folder, self.saved_at)
         self.params, self.opt_state = begun  # held nowhere else: a step donates them
         self.program = state.step_program(layout, *judged, tx, seed, begun)
@@ -152,7 +148,7 @@ class _Run:
         self.report.finish(step, stopped)
         self.notes.say("done")
         values = self.params, self.opt_state, settings.ema
-        return Result(self.folder.path, step, self.loss_value, stopped, *values)
+        return Result(self.folder.path, step, self.report.loss, stopped, *values)
 
     def _advance(self, step, batches):
         """Run one step; return whether the processes agreed, a step ago, to stop after it."""
@@ -172,8 +168,7 @@ class _Run:
             return self.params, self.opt_state, batch, np.int32(step), asked
 
         if step == 1:  # what goes on was judged when it began
-            with state.compiling(self.program, given()):
-                self.judge(self.params, batch)
+            self.judge(self.program, given())
         with jax.profiler.StepTraceAnnotation("step", step_num=step):
             self.params, self.opt_state, record = self.program(*given())
         # A step is looked at when the next one is under way, so that devices never wait for this
@@ -196,7 +191,6 @@ class _Run:
         (step, record), self.pending = self.pending, None
         record = {name: np.asarray(x).tolist() for name, x in jax.device_get(record).items()}
         stop, bad = record.pop("stop"), record.pop("bad")
-        self.loss_value = record["loss"]
         self.notes.say(self.notes.last.doing, line=self.report.step(step, record, bad))
         if bad or not np.isfinite(record["loss"]):
             self._bad(step, record, applied=not bad)
@@ -235,7 +229,7 @@ class _Run:
 
     def _hash(self, step):
         self.notes.say("hashing", step=step)
-        line = hashes.line(step, self.loss_value, self._arrays())
+        line = hashes.line(step, self.report.loss, self._arrays())
         self.report.add(self.folder.hashes, line)
 
     def _save(self, step):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import tyro
 
-from shardwise.run.launch.local import Local, Refused, of_process
+from shardwise.run.launch.local import Local, of_process
 from shardwise.run.launch.ray_train import Ray
 from shardwise.run.launch.slurm import Slurm
 from shardwise.run.settings import option
@@ -32,18 +32,22 @@ def main(argv: Sequence[str], program: Sequence[str] = (sys.executable, "-m", "s
         _check(words)
         program = [sys.executable] if words[0].endswith(".py") else program
         return launcher.launch([*program, *words])
-    except Refused as refused:
-        print(f"shardwise launch: {refused}", file=sys.stderr)
-        return 2
+    except ImportError as missing:
+        needs = {Slurm: "submitit", Ray: "ray[train]"}[type(launcher)]
+        told = f'{missing}; pip install "{needs}"'
+    except ValueError as refused:
+        told = refused
+    print(f"shardwise launch: {told}", file=sys.stderr)
+    return 2
 
 
 def _check(words):
     """Refuse what is no command, or sets a flag that the launcher sets."""
     if not words or words[0].startswith("-"):
-        raise Refused(
+        raise ValueError(
             f"after -- stands {repr(words[0]) if words else 'nothing'}; write a command of "
             f"shardwise there, as -- train --run runs/first, or a file of yours, -- mine.py."
         )
     for name in of_process((), "", 1, 0)[::2]:
         if option(words, name):
-            raise Refused(f"{name} is what the launcher gives each process; leave it out.")
+            raise ValueError(f"{name} is what the launcher gives each process; leave it out.")

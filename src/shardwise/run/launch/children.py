@@ -24,7 +24,8 @@ class Child:
     """A process with a session of its own: a terminal's Ctrl-C reaches only who started it.
 
     `code` is its return code as in `subprocess`, None while it runs; `seen` its notes; `lines` are
-    its last ones, and `raised` ends its last traceback, which the runtime's own words may follow.
+    the last that it printed, as shown, and `raised` ends its last traceback, which the runtime's
+    own words may follow.
     """
 
     def __init__(self, index: int, command: Sequence[str], environment: Mapping[str, str]):
@@ -88,13 +89,13 @@ class Child:
                 if line.startswith(b"[Gloo] Rank"):  # a line for each peer and group of devices
                     continue
                 text = line.removesuffix(b"\n").decode(errors="backslashreplace")
-                self.lines.append(text)
+                shown = f"[{self.index}] {text}"
+                self.lines.append(shown)
                 if in_traceback and text[:1].strip():  # the first that is not indented
                     self.raised, in_traceback = text, False
                 in_traceback |= text == "Traceback (most recent call last):"
                 self._showing = True
-                encoding = sys.stdout.encoding or "utf-8"  # which may not have all characters
-                say(f"[{self.index}] {text}".encode(encoding, "backslashreplace").decode(encoding))
+                say(shown)
                 self._showing = False
 
 

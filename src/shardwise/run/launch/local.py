@@ -7,12 +7,8 @@ from pathlib import Path
 
 from shardwise.processes.fresh import free_address
 from shardwise.run.folder import Folder
-from shardwise.run.launch.supervising import WELL, Limits, report, supervise
+from shardwise.run.launch.supervising import WELL, Limits, supervise
 from shardwise.run.settings import Settings, option
-
-
-class Refused(ValueError):
-    """The error of a command that cannot be launched, found before anything ran."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +35,7 @@ class Local(Limits):
         if self.dry_run:
             print(*map(shlex.join, each), sep="\n")
             return 0
-        return report(supervise(each, folder, self))
+        return supervise(each, folder, self).status
 
 
 def one_of_many(
@@ -48,20 +44,19 @@ def one_of_many(
     """Run one of a cluster's processes; return its status, 0 or 75, or raise that it failed."""
     never = Limits(hang_after=0)  # its own watchdog tells, and the others'
     end = supervise([command], run_folder(command), never, environment, rank, patient)
-    if report(end) not in WELL:
+    if end.status not in WELL:
         raise RuntimeError(f"{who} {rank}: {end.report[-1]}")
     return end.status
 
 
 def run_folder(command: Sequence[str], launcher: str | None = None) -> Path:
-    """The run folder here, which a `launcher` that writes to it is told; Refused where none is."""
+    """The run folder here, which a `launcher` that writes to it has to be told."""
     run = option(command, "--run")
     if run is None and launcher:
-        raise Refused(f"{launcher} keeps its files in the run folder; say --run FOLDER after --.")
-    try:
-        return Folder(run or Settings().run).path
-    except ValueError as error:
-        raise Refused(str(error)) from None
+        raise ValueError(
+            f"{launcher} keeps its files in the run folder; say --run FOLDER after --."
+        )
+    return Folder(run or Settings().run).path
 
 
 def of_process(command: Sequence[str], address: str, count: int, index: int) -> list[str]:
@@ -70,13 +65,8 @@ def of_process(command: Sequence[str], address: str, count: int, index: int) -> 
     return [*command, *(x for k, v in flags.items() for x in (f"--processes.{k}", str(v)))]
 
 
-def resuming(command: Sequence[str]) -> list[str]:
-    """The command that goes on where an earlier one stopped."""
-    return [*command] if "--resume" in command else [*command, "--resume"]
-
-
 def at_least(least: int, **values: float) -> None:
-    """Raise Refused where a flag's value is smaller."""
+    """Raise ValueError where a flag's value is smaller."""
     for name, value in values.items():
         if value < least:
-            raise Refused(f"--{name.replace('_', '-')} {value}: expected {least} or more.")
+            raise ValueError(f"--{name.replace('_', '-')} {value}: expected {least} or more.")

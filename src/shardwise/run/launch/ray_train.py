@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.run.launch import local
-from shardwise.run.launch.local import Refused
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,9 @@ class Ray:
         """Run the command; return the exit status for all workers."""
         local.at_least(1, workers=self.workers)
         if (self.tpu_topology is None) != (self.tpu_type is None):
-            raise Refused("--tpu-topology and --tpu-type go together.")
+            raise ValueError("--tpu-topology and --tpu-type go together.")
         if self.tpu_type is not None and self.gpus_per_worker:
-            raise Refused("--gpus-per-worker and --tpu-type exclude each other.")
+            raise ValueError("--gpus-per-worker and --tpu-type exclude each other.")
         folder = local.run_folder(command, "ray")
         if not self.dry_run:
             return self._fit(folder / "ray", [*command])
@@ -64,13 +63,11 @@ class Ray:
     def _fit(self, folder, command):
         # Ray Train's JaxTrainer is of its second version, which is asked for before the import.
         os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
-        try:
-            import ray
-            from ray.train import FailureConfig, RunConfig, ScalingConfig
-            from ray.train.v2.api.exceptions import TrainingFailedError
-            from ray.train.v2.jax import JaxConfig, JaxTrainer
-        except ImportError:
-            raise Refused('ray needs Ray Train, missing here: pip install "ray[train]"') from None
+        import ray
+        from ray.train import FailureConfig, RunConfig, ScalingConfig
+        from ray.train.v2.api.exceptions import TrainingFailedError
+        from ray.train.v2.jax import JaxConfig, JaxTrainer
+
         if begun_here := not ray.is_initialized():
             ray.init(address=self.address, include_dashboard=False)
         token = uuid.uuid4().hex
@@ -110,6 +107,6 @@ def work(given: dict[str, Any]) -> int:
         begun.touch()
         told = local.free_address(ray.util.get_node_ip_address(), bind=""), again
     address, again = broadcast_from_rank_zero(told)
-    command = local.resuming(given["command"]) if again else given["command"]
+    command = [*given["command"], "--resume"] if again else given["command"]
     command = local.of_process(command, address, here.get_world_size(), rank)
     return local.one_of_many("worker", command, rank)

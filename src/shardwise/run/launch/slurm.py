@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.run.launch import local
-from shardwise.run.launch.local import Refused
 from shardwise.run.launch.supervising import overall
 from shardwise.run.signals import STOPPED
 
@@ -48,15 +47,13 @@ class Slurm:
         """Submit the job; return 0, or with `wait` the exit status for all tasks."""
         local.at_least(1, nodes=self.nodes, tasks_per_node=self.tasks_per_node, time=self.time)
         if not 0 < self.signal_before < 60 * self.time:
-            raise Refused(
+            raise ValueError(
                 f"--signal-before {self.signal_before}: expected 1 to {60 * self.time - 1} "
                 f"seconds, of the {self.time} minutes that the job has."
             )
         folder = local.run_folder(command, "slurm") / "submitit"
-        try:
-            import submitit
-        except ImportError:
-            raise Refused("slurm needs submitit, which is not here: pip install submitit") from None
+        import submitit
+
         tasks, submitter = self.nodes * self.tasks_per_node, executor(submitit, folder)
         submitter.update_parameters(**self._parameters())
         if self.dry_run:
@@ -65,7 +62,7 @@ class Slurm:
             print(f"# in each of {tasks} tasks:", shlex.join(command), sep="\n")
             return 0
         if missing := [name for name in ("sbatch", "srun") if shutil.which(name) is None]:
-            raise Refused(
+            raise ValueError(
                 f"{' and '.join(missing)} cannot be found: submit from a machine of the cluster, "
                 f"or see by --dry-run what would be."
             )
@@ -74,7 +71,6 @@ class Slurm:
         return finish(job, tasks) if self.wait else 0
 
     def _parameters(self) -> dict[str, Any]:
-        """The parameters of submitit's executor, by its own names."""
         told = dict(job_name=self.name, time=self.time, signal_delay_s=self.signal_before)
         # One task that fails ends the others, which would wait for it.
         told |= dict(nodes=self.nodes, ntasks_per_node=self.tasks_per_node)
@@ -130,7 +126,7 @@ def work(command: Sequence[str], requeue: bool, gpus: int) -> int:
 
     here = submitit.JobEnvironment()
     rank, again = here.global_rank, int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
-    command = local.resuming(command) if again else command
+    command = [*command, "--resume"] if again else command
     # SLURM sends several signals, and kills by itself.
     own = own_gpus(gpus, os.environ)
     status = local.one_of_many("task", command, rank, patient=True, **own)

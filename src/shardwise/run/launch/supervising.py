@@ -42,14 +42,6 @@ class End:
     report: list[str]
 
 
-def report(end: End) -> int:
-    """Say how processes failed, if they did; return their status."""
-    sys.stdout.flush()
-    for line in end.report:
-        _say(line)
-    return end.status
-
-
 def overall(codes: Sequence[int]) -> int:
     """The status for processes with these codes: 0 when all are done, 75 when all are done or
     stopped, else the first failure's, 128 + signal where a signal killed it.
@@ -66,7 +58,8 @@ def supervise(
     first: int = 0,
     patient: bool = False,
 ) -> End:
-    """Start the commands as processes `first` and so on, show what they print, wait for all.
+    """Start the commands as processes `first` and so on, show what they print, wait for all; say
+    how they failed, if they did.
 
     They note their steps in `folder`, the run folder. Where it is `patient`, a second signal kills
     nobody: what sends it kills by itself.
@@ -76,11 +69,14 @@ def supervise(
         with signals.handled(run.hear):
             for index, command in enumerate(commands, first):
                 run.children.append(Child(index, command, environment or {}))
-            return run.to_the_end()
+            end = run.to_the_end()
     finally:
         run.kill()
         for child in run.children:
             child.close()
+    for line in end.report:
+        _say(line)
+    return end
 
 
 class _Run:
@@ -183,7 +179,7 @@ class _Run:
             told = self._hanging(*self._hang)
         elif first:
             told = [f"process {c.index} {_ended(c.code)}" for c in every if c not in first]
-            told += [*_last(*first), _place(*first, _ended(first[0].code))]
+            told += [*first[0].lines, _place(*first, _ended(first[0].code))]
         return End(overall([child.code for child in (*self._failed, *every)]), told)
 
     def _hanging(self, idle, odd, stopped):
@@ -192,7 +188,7 @@ class _Run:
             f"process {c.index}: {c.seen.note.told()}, for {waited:.0f} s; it {_ended(c.code)}"
             for c, waited in idle.items()
         ]
-        lines += [line for child in odd or self.children for line in _last(child)]
+        lines += [line for child in odd or self.children for line in child.lines]
         if not odd:
             return [*lines, "No process moves, and all note the same: which one cannot be told."]
         rest = "; ".join(sorted({child.seen.note.told() for child in idle if child not in odd}))
@@ -232,10 +228,6 @@ def _hang(children, now):
     odd = notes.odd({index: child.seen.note for index, child in noted.items()})
     idle = {child: child.seen.idle(now) for child in noted.values()}
     return idle, stopped or [noted[index] for index in odd], bool(stopped)
-
-
-def _last(child):
-    return [f"[{child.index}] {line}" for line in child.lines]
 
 
 def _ended(code):
