@@ -893,8 +893,7 @@ def test_text_of_a_folder_is_split_by_file(tmp_path):
     source = Data(text=str(tmp_path))
     train, held = (decoder.documents(source, split) for split in ("train", "validation"))
     assert len(train) + len(held) == 40 and len(held) > 0
-    by_glob = decoder.documents(Data(text=f"{tmp_path}/*.txt"))
-    assert data.checksum(train) == data.checksum(by_glob)
+    assert decoder.fingerprint(source) == decoder.fingerprint(Data(text=f"{tmp_path}/*.txt"))
     with pytest.raises(FileNotFoundError, match="no files at"):
         decoder.documents(Data(text=str(tmp_path / "none")))
 
@@ -910,7 +909,6 @@ def test_tokens_are_read_where_they_are_needed(tmp_path):
     assert decoder.vocabulary(source) == 700
     (document,) = decoder.documents(source)
     assert isinstance(document, np.memmap) and document.size == 900
-    assert data.checksum((document,)) == data.checksum((np.array(document),))
     np.save(tmp_path / "f.npy", np.zeros(30))
     with pytest.raises(ValueError, match="expected token numbers"):
         decoder.documents(Data(tokens=tmp_path / "f.npy"))

@@ -182,7 +182,7 @@ def _windows(documents, seq_len, packed):
 
 
 def checksum(documents: tuple[np.ndarray, ...]) -> int:
-    """A checksum of documents, and of where each of them ends."""
+    """A checksum of documents of bytes, and of where each of them ends."""
     found = 0
     for text in documents:
         found = zlib.crc32(text, zlib.crc32(b"%d " % text.size, found))

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import glob
 import shlex
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def train(settings: Settings) -> Result:
         batches=rows("train", settings.seed),
         validation=rows("validation", None),  # never shuffled
         has_aux=has_aux,
-        facts={"data": data.checksum(documents(settings.data)), "program": "shardwise train"},
+        facts={"data": fingerprint(settings.data), "program": "shardwise train"},
         flops=plan.model_flops(config, settings.batch, settings.sequence),
         sample=written if is_text and settings.evaluation.sample else None,
     )
@@ -90,6 +91,15 @@ def documents(source: Data, split: str = "train") -> tuple[np.ndarray, ...]:
     if source.tokens is not None:
         return (data.share(_tokens(source.tokens), split),)
     return data.corpus(split) if source.text is None else _files(source.text, split)
+
+
+def fingerprint(source: Data) -> int:
+    """A checksum of what a run is trained on."""
+    if source.tokens is None:
+        return data.checksum(documents(source))
+    array = _tokens(source.tokens)
+    ends = np.concatenate([array[: 2**18], array[-(2**18) :]])
+    return zlib.crc32(np.ascontiguousarray(ends).tobytes(), array.size % 2**32)
 
 
 def vocabulary(source: Data) -> int:
@@ -111,9 +121,9 @@ def _tokens(file):
 
 def _files(text, split):
     path = Path(text).expanduser()
-    named = [path] if path.is_file() else map(Path, glob.glob(str(path), recursive=True))
-    found = path.rglob("*") if path.is_dir() else named
-    files = sorted(file for file in found if file.is_file() and file.stat().st_size > 1)
+    found = [path] if path.is_file() else sorted(path.rglob("*")) if path.is_dir() else []
+    found = found or [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
+    files = [file for file in found if file.is_file() and file.stat().st_size > 1]
     if not files:
         raise FileNotFoundError(
             f"run: no files at {text}; data.text names a folder, a file, or a glob in quotes."
