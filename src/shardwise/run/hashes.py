@@ -39,8 +39,9 @@ def diff(
     steps = sorted(ours.keys() & theirs.keys())
     if not steps:
         raise ValueError(
-            f"diff: {one} has hashes of {len(ours)} steps and {other} of {len(theirs)}, and no "
-            f"step is the same; record them by --hash-every, the same in both runs."
+            f"diff: {one} has hashes of {len(ours)} steps and {other} of {len(theirs)} (0: no run "
+            f"folder, or none recorded), and no step is the same; record them by --hash-every, the "
+            f"same in both runs."
         )
     first = next((s for s in steps if ours[s]["arrays"] != theirs[s]["arrays"]), None)
     a, b = (each[steps[-1] if first is None else first] for each in (ours, theirs))
