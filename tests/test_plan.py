@@ -339,8 +339,9 @@ def test_the_bubble_and_the_slots_are_those_of_the_schedule(p, more):
     each = roles.Roles(stage=p, microbatches=m)
     config = dataclasses.replace(SMALL, layers=p)
     part = parts(each, config, arrays.of_decoder(config), m, LENGTH)[0]
-    assert len(table.columns["kind"]) == sent.ticks(part)
-    assert math.isclose(seconds.bubble(p, m), 1 - 3 * m / sent.ticks(part))
+    count = sent.sends(part)["ticks"]
+    assert len(table.columns["kind"]) == count
+    assert math.isclose(seconds.bubble(p, m), 1 - 3 * m / count)
     assert table.slots == {"act": 1, "cot": 1, "kept": p, "pend": 1}
 
 

@@ -64,11 +64,6 @@ def _attention(part):
     return context.ring("context", apart=r.stage > 1).bytes_sent(r.context, k, k)
 
 
-def ticks(part: Part) -> int:
-    """The ticks of a step by 1f1b, of which a forward task takes one and a backward one two."""
-    return 3 * (part.roles.microbatches + part.roles.stage - 1)
-
-
 def passed(part: Part) -> tuple[float, float]:
     """Bytes of (an activation, its cotangent) on their way round the ring of stages, whole along
     tensor; with what all routers before decided, for the last stage's balance of experts.
@@ -85,14 +80,15 @@ def sends(part: Part) -> dict[str, float]:
     Parameters in no layer are gathered before the first tick, and their gradients scattered after
     the last; of what no axis divides, these are summed.
     """
-    n, moved = part.roles.stage, 0.0
+    r, n, moved = part.roles, part.roles.stage, 0.0
+    ticks = 3 * (r.microbatches + n - 1)  # by 1f1b: one of a forward task, two of a backward one
     for share in part.held():
         if share.stages == 1:
             moved += 2 * share.elements * WIDE * (n - 1) / n
         elif not share.array.stacked:
             moved += share.elements * (n - 1) * (share.array.itemsize + WIDE)
-    summed = part.roles.microbatches * (2 * WIDE + _counts(part.config))
-    return dict(ticks=ticks(part), passed=sum(passed(part)), summed=summed, moved=moved)
+    summed = r.microbatches * (2 * WIDE + _counts(part.config))
+    return dict(ticks=ticks, passed=sum(passed(part)), summed=summed, moved=moved)
 
 
 def _experts(part):
@@ -148,32 +144,30 @@ def inserted(part: Part) -> tuple[Op, ...]:
     c, r, dtype = part.config, part.roles, tensor.DTYPES[part.itemsize]
     if r.tensor == 1:
         return ()
-    m, layers, again = r.microbatches, r.microbatches * part.layers, int(r.remat)
-    length = part.sequence // r.context
+    m, again, length = r.microbatches, int(r.remat), part.sequence // r.context
     normed = 2 + again if c.qk_norm == "heads" else 0  # q's norm and k's, and forward once more
-    *found, numbers = tensor.collectives(
+    told = tensor.collectives(
         *(r.tensor, part.rows, length, c.embed, part.layers, part.itemsize),
         sequence=True,
         gathers_again=r.remat,
         sums_again=r.remat and not r.products,
         mlp=not c.experts or bool(c.shared_experts),
         normed_heads=normed,
-    )["layers"]
-    ends = m * (int(part.stage == 0) + part.is_last)  # the embedding and the head, each once
-    found = [dataclasses.replace(op, trips=m * op.trips + ends) for op in found]
-    of_loss = 3 * part.is_last
-    numbers = dataclasses.replace(numbers, trips=m * (numbers.trips + of_loss))
+    )
+    ends = (part.stage == 0) + part.is_last  # the embedding and the head, each once
+    found = told["layers"] + told["embedding"] * ends + told["loss"] * part.is_last
+    found = [dataclasses.replace(op, trips=m * op.trips) for op in found]
     for a in part.arrays.parameters:
         if a.path.endswith("scale") and {*TENSOR}.isdisjoint(a.names):
             of_one, each = a.shape[a.stacked :], part.layers if a.stacked else 1
             wide = tensor.DTYPES[a.itemsize]
             found.append(tensor.expected(r.tensor, "all-reduce", of_one, wide, each))
     if c.experts:
-        rows, each = (round(slots(part) * part.tokens), c.embed), layers * (2 + again)
+        rows, each = (round(slots(part) * part.tokens), c.embed), m * part.layers
         chosen = "all-gather", (part.rows, length, c.experts_per_token, c.embed)
         found += [
-            tensor.expected(r.tensor, "all-reduce", rows, dtype, each),
-            tensor.expected(r.tensor, *chosen, dtype, each),
-            tensor.expected(r.tensor, *chosen, "u32", layers),
+            tensor.expected(r.tensor, "all-reduce", rows, dtype, each * (2 + again)),
+            tensor.expected(r.tensor, *chosen, dtype, each * (2 + again)),
+            tensor.expected(r.tensor, *chosen, "u32", each),
         ]
-    return tuple(op for op in (*found, numbers) if op.trips)
+    return tuple(op for op in found if op.trips)
