@@ -34,7 +34,7 @@ def sent(part: Part) -> tuple[Sent, ...]:
     if r.expert > 1:
         ledger.add("tokens", ("expert",), _experts(part))
     if r.stage > 1:
-        ledger.pipeline(("stage",), **sends(part))
+        ledger.pipeline(("stage",), *sends(part))
     return ledger.sent
 
 
@@ -74,21 +74,21 @@ def passed(part: Part) -> tuple[float, float]:
     return whole + gradients + chosen, whole + gradients
 
 
-def sends(part: Part) -> dict[str, float]:
-    """What goes along stages, for `Ledger.pipeline`, as `pipeline.Program.sends` has it.
+def sends(part: Part) -> tuple[float, float]:
+    """What goes along stages by 1f1b, for `Ledger.pipeline`, as `pipeline.Program.sends` has it.
 
     Parameters in no layer are gathered before the first tick, and their gradients scattered after
     the last; of what no axis divides, these are summed.
     """
-    r, n, moved = part.roles, part.roles.stage, 0.0
-    ticks = 3 * (r.microbatches + n - 1)  # by 1f1b: one of a forward task, two of a backward one
+    m, n = part.roles.microbatches, part.roles.stage
+    ticks = 3 * (m + n - 1)  # one of a forward task, two of a backward one
+    moved = ticks * sum(passed(part))
     for share in part.held():
         if share.stages == 1:
             moved += 2 * share.elements * WIDE * (n - 1) / n
         elif not share.array.stacked:
             moved += share.elements * (n - 1) * (share.array.itemsize + WIDE)
-    summed = r.microbatches * (2 * WIDE + _counts(part.config))
-    return dict(ticks=ticks, passed=sum(passed(part)), summed=summed, moved=moved)
+    return moved, m * (2 * WIDE + _counts(part.config))
 
 
 def _experts(part):

@@ -114,7 +114,8 @@ def refuse(compiled: Any, layout: Layout, who: str) -> None:
 
 def _within_tasks(program: Program) -> list[Instruction]:
     """All instructions within loops that `marks.turns` names."""
-    waiting = [op for op in program.instructions if op.opcode == "while" and turns_said(op.source)]
+    every = [op for body in program.computations.values() for op in body.instructions.values()]
+    waiting = [op for op in every if op.opcode == "while" and turns_said(op.source)]
     seen: set[str] = set()
     for op in waiting:  # which grows meanwhile
         named = [op.attributes.get(key, "") for key in ("body", "condition", "to_apply", "calls")]
