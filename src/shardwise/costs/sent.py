@@ -4,8 +4,8 @@ They are those that `layouts.predict` tells of layouts by hand, with what a reco
 along tensor once more, and of experts what the TPU compiler inserts.
 """
 
-import collections
 import dataclasses
+import itertools
 from collections.abc import Iterable
 
 import jax
@@ -13,7 +13,7 @@ import jax
 from shardwise import context, experts, tensor
 from shardwise.costs.arrays import EXPERT, TENSOR, Part
 from shardwise.costs.ledger import WIDE, Ledger, Sent, passes
-from shardwise.measure.counts import Op
+from shardwise.measure.counts import Op, parted
 
 
 def sent(part: Part) -> tuple[Sent, ...]:
@@ -128,10 +128,8 @@ def slots(part: Part) -> float:
 
 def largest(found: Iterable[Iterable[Sent]]) -> tuple[Sent, ...]:
     """The most of each kind that any of several stages sends."""
-    most: collections.Counter = collections.Counter()
-    for of_part in found:
-        most |= collections.Counter({(s.roles, s.kind): s.bytes for s in of_part})
-    return tuple(Sent(*key, size) for key, size in most.items())
+    alike = parted(itertools.chain.from_iterable(found), lambda s: (s.roles, s.kind)).values()
+    return tuple(max(each, key=lambda s: s.bytes) for each in alike)
 
 
 def inserted(part: Part) -> tuple[Op, ...]:
