@@ -272,8 +272,8 @@ def test_trips_that_the_compiler_noted_are_taken():
         ({"step": 0}, "counts from 0 by 0 and never passes 5"),
         ({"direction": "NE", "step": 2}, "counts from 0 by 2"),
         ({"direction": "EQ"}, "test is no comparison of a counter"),
-        ({"first": CALL}, "its first values are not written beside it"),
-        ({"last": CALL}, "its body body does not write what it carries"),
+        ({"first": CALL}, "main does not write what it carries: first, a custom-call"),
+        ({"last": CALL}, "body does not write what it carries: carry, a custom-call"),
     ],
 )
 def test_a_loop_whose_trips_are_unknown_is_named(options, reason):

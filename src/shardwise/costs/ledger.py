@@ -61,14 +61,9 @@ class Ledger(dict[tuple[tuple[str, ...], str], float]):
         """
         self.add("attention", axes, layers * (one.forward * (1 + again) + one.backward))
 
-    def pipeline(
-        self, axes: Collection[str], ticks: int, passed: float, summed: float, moved: float
-    ) -> None:
-        """Count what goes along stages: what is `passed` on at every tick, whether anyone waits or
-        not; sums of `summed` bytes, of the loss's outputs; and all that is `moved` of parameters
-        that lie elsewhere than they are read, and of gradients.
-        """
-        self.add("stages", axes, ticks * passed + moved)
+    def pipeline(self, axes: Collection[str], passed: float, summed: float) -> None:
+        """Count what is `passed` on along stages, and sums of so many bytes, the loss's outputs."""
+        self.add("stages", axes, passed)
         self.sum("stages", axes, summed)
 
     @property

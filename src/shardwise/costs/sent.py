@@ -4,8 +4,8 @@ They are those that `layouts.predict` tells of layouts by hand, with what a reco
 along tensor once more, and of experts what the TPU compiler inserts.
 """
 
-import collections
 import dataclasses
+import itertools
 from collections.abc import Iterable
 
 import jax
@@ -13,7 +13,7 @@ import jax
 from shardwise import context, experts, tensor
 from shardwise.costs.arrays import EXPERT, TENSOR, Part
 from shardwise.costs.ledger import WIDE, Ledger, Sent, passes
-from shardwise.measure.counts import Op
+from shardwise.measure.counts import Op, parted
 
 
 def sent(part: Part) -> tuple[Sent, ...]:
@@ -34,7 +34,7 @@ def sent(part: Part) -> tuple[Sent, ...]:
     if r.expert > 1:
         ledger.add("tokens", ("expert",), _experts(part))
     if r.stage > 1:
-        ledger.pipeline(("stage",), **sends(part))
+        ledger.pipeline(("stage",), *sends(part))
     return ledger.sent
 
 
@@ -64,11 +64,6 @@ def _attention(part):
     return context.ring("context", apart=r.stage > 1).bytes_sent(r.context, k, k)
 
 
-def ticks(part: Part) -> int:
-    """The ticks of a step by 1f1b, of which a forward task takes one and a backward one two."""
-    return 3 * (part.roles.microbatches + part.roles.stage - 1)
-
-
 def passed(part: Part) -> tuple[float, float]:
     """Bytes of (an activation, its cotangent) on their way round the ring of stages, whole along
     tensor; with what all routers before decided, for the last stage's balance of experts.
@@ -79,20 +74,21 @@ def passed(part: Part) -> tuple[float, float]:
     return whole + gradients + chosen, whole + gradients
 
 
-def sends(part: Part) -> dict[str, float]:
-    """What goes along stages, for `Ledger.pipeline`, as `pipeline.Program.sends` has it.
+def sends(part: Part) -> tuple[float, float]:
+    """What goes along stages by 1f1b, for `Ledger.pipeline`, as `pipeline.Program.sends` has it.
 
     Parameters in no layer are gathered before the first tick, and their gradients scattered after
     the last; of what no axis divides, these are summed.
     """
-    n, moved = part.roles.stage, 0.0
+    m, n = part.roles.microbatches, part.roles.stage
+    ticks = 3 * (m + n - 1)  # one of a forward task, two of a backward one
+    moved = ticks * sum(passed(part))
     for share in part.held():
         if share.stages == 1:
             moved += 2 * share.elements * WIDE * (n - 1) / n
         elif not share.array.stacked:
             moved += share.elements * (n - 1) * (share.array.itemsize + WIDE)
-    summed = part.roles.microbatches * (2 * WIDE + _counts(part.config))
-    return dict(ticks=ticks(part), passed=sum(passed(part)), summed=summed, moved=moved)
+    return moved, m * (2 * WIDE + _counts(part.config))
 
 
 def _experts(part):
@@ -132,10 +128,8 @@ def slots(part: Part) -> float:
 
 def largest(found: Iterable[Iterable[Sent]]) -> tuple[Sent, ...]:
     """The most of each kind that any of several stages sends."""
-    most: collections.Counter = collections.Counter()
-    for of_part in found:
-        most |= collections.Counter({(s.roles, s.kind): s.bytes for s in of_part})
-    return tuple(Sent(*key, size) for key, size in most.items())
+    alike = parted(itertools.chain.from_iterable(found), lambda s: (s.roles, s.kind)).values()
+    return tuple(max(each, key=lambda s: s.bytes) for each in alike)
 
 
 def inserted(part: Part) -> tuple[Op, ...]:
@@ -148,32 +142,30 @@ def inserted(part: Part) -> tuple[Op, ...]:
     c, r, dtype = part.config, part.roles, tensor.DTYPES[part.itemsize]
     if r.tensor == 1:
         return ()
-    m, layers, again = r.microbatches, r.microbatches * part.layers, int(r.remat)
-    length = part.sequence // r.context
+    m, again, length = r.microbatches, int(r.remat), part.sequence // r.context
     normed = 2 + again if c.qk_norm == "heads" else 0  # q's norm and k's, and forward once more
-    *found, numbers = tensor.collectives(
+    told = tensor.collectives(
         *(r.tensor, part.rows, length, c.embed, part.layers, part.itemsize),
         sequence=True,
         gathers_again=r.remat,
         sums_again=r.remat and not r.products,
         mlp=not c.experts or bool(c.shared_experts),
         normed_heads=normed,
-    )["layers"]
-    ends = m * (int(part.stage == 0) + part.is_last)  # the embedding and the head, each once
-    found = [dataclasses.replace(op, trips=m * op.trips + ends) for op in found]
-    of_loss = 3 * part.is_last
-    numbers = dataclasses.replace(numbers, trips=m * (numbers.trips + of_loss))
+    )
+    ends = (part.stage == 0) + part.is_last  # the embedding and the head, each once
+    found = told["layers"] + told["embedding"] * ends + told["loss"] * part.is_last
+    found = [dataclasses.replace(op, trips=m * op.trips) for op in found]
     for a in part.arrays.parameters:
         if a.path.endswith("scale") and {*TENSOR}.isdisjoint(a.names):
             of_one, each = a.shape[a.stacked :], part.layers if a.stacked else 1
             wide = tensor.DTYPES[a.itemsize]
             found.append(tensor.expected(r.tensor, "all-reduce", of_one, wide, each))
     if c.experts:
-        rows, each = (round(slots(part) * part.tokens), c.embed), layers * (2 + again)
+        rows, each = (round(slots(part) * part.tokens), c.embed), m * part.layers
         chosen = "all-gather", (part.rows, length, c.experts_per_token, c.embed)
         found += [
-            tensor.expected(r.tensor, "all-reduce", rows, dtype, each),
-            tensor.expected(r.tensor, *chosen, dtype, each),
-            tensor.expected(r.tensor, *chosen, "u32", layers),
+            tensor.expected(r.tensor, "all-reduce", rows, dtype, each * (2 + again)),
+            tensor.expected(r.tensor, *chosen, dtype, each * (2 + again)),
+            tensor.expected(r.tensor, *chosen, "u32", each),
         ]
-    return tuple(op for op in (*found, numbers) if op.trips)
+    return tuple(op for op in found if op.trips)

@@ -76,7 +76,7 @@ class LayoutLedger(Ledger):
         program = gradients.program(self.layout, loss, has_aux, shapes, batch)
         device_of = program.schedule.device_of
         own = [program.stages[s] for s, device in enumerate(device_of) if device == place]
-        self.pipeline(self.layout.stage, **program.sends())
+        self.pipeline(self.layout.stage, *program.sends())
         if self.layout.by_hand:
             self._shares(program, own)
         here = [_read(own, i, x) for i, x in enumerate(jax.tree.leaves(shapes))]

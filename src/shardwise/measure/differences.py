@@ -117,9 +117,7 @@ _RULES = {
     "combined": lambda m, w: m.is_like(w) and m.width == w.width,
     "narrowed": lambda m, w: m.is_like(w) and m.width < w.width,
     "widened": lambda m, w: m.is_like(w),
-    "all-reduce": lambda m, w: (
-        m.kind == "all-reduce" and w.kind in m.does and m.whole == w.whole and m.may_be(w)
-    ),
+    "all-reduce": lambda m, w: w.kind in m.does and m.whole == w.whole and m.may_be(w),
     "padded": lambda m, w: (
         "padded" in m.op.notes and w.kind in m.does and w.whole < m.whole and m.differs_in_one(w)
     ),

@@ -113,14 +113,13 @@ class Program(NamedTuple):
     places: Groups = ()
 
     @property
-    def custom_calls(self) -> list[Instruction]:
-        every = (op for each in self.computations.values() for op in each.instructions.values())
-        return [op for op in every if op.opcode == "custom-call"]
+    def instructions(self) -> list[Instruction]:
+        return [op for each in self.computations.values() for op in each.instructions.values()]
 
     @property
     def by_hand(self) -> bool:
         """Whether a lowered program has a `jax.shard_map`, of any axes, in it."""
-        return any(op.says("custom_call_target").endswith(_EDGES) for op in self.custom_calls)
+        return any(op.says("custom_call_target").endswith(_EDGES) for op in self.instructions)
 
 
 def checked(who: str, program: Any) -> Any:
@@ -146,7 +145,7 @@ def lowered(given: jax.stages.Lowered) -> Program:
     """A lowered program as XLA reads it; ValueError for a custom call that may send anything."""
     # Not as_text("hlo"), which on JAX 0.7.2 leaves the configuration of custom calls out.
     program = parse(given.compiler_ir("hlo").as_hlo_module().to_string())
-    for op in program.custom_calls:
+    for op in (op for op in program.instructions if op.opcode == "custom-call"):
         target = op.says("custom_call_target")
         # A TPU kernel says so, and only then, if it copies to other devices.
         if not _LOCAL.fullmatch(target) or "has_communication" in op.says("backend_config"):

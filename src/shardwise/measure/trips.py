@@ -175,10 +175,8 @@ def _counted(frame, loop) -> int:
         index, offset, other, bound, way = other, bound, index, offset, -way
     if index is None or other is not None:
         raise _Unknown(_NO_CONSTANT)
-    first, last = "its first values are not written beside it", "does not write what it carries"
-    outer, start = _element(frame, loop.operands[0], index, first)
-    last = f"its body {body.computation.name} {last}"
-    counted, step = _element(body, body.computation.root, index, last)
+    outer, start = _element(frame, loop.operands[0], index)
+    counted, step = _element(body, body.computation.root, index)
     if outer is not None or counted != index:
         raise _Unknown(_NO_CONSTANT)
     bound -= offset
@@ -189,11 +187,12 @@ def _counted(frame, loop) -> int:
     return -(-left // each) if left > 0 else 0
 
 
-def _element(frame, name, index, otherwise):
+def _element(frame, name, index):
     """The `_sum` of one element of a tuple."""
     at, made = frame.trace(name)
     if made.opcode != "tuple":
-        raise _Unknown(otherwise)
+        where = at.computation.name
+        raise _Unknown(f"{where} does not write what it carries: {made.name}, a {made.opcode}")
     return _sum(frame, at, made.operands[index])
 
 

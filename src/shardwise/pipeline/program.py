@@ -156,25 +156,21 @@ class Program:
             most[name] = [columns[name][of_task == k].max() + 1 for k in range(len(kinds))]
         return {name: Buffers(lists[name], most[name]) for name in lists}
 
-    def sends(self) -> dict[str, float]:
-        """What `costs.ledger.Ledger.pipeline` counts of a device in a step, by name: the `ticks`,
-        and bytes `passed` on at each, `summed`, and `moved` before the first and after the last.
+    def sends(self) -> tuple[float, float]:
+        """(bytes that a device passes on along stages in a step: at each tick, whether anyone waits
+        or not, and of parameters that lie elsewhere than they are read; bytes that are summed).
         """
         offsets = {name: len({*ways} - {0}) for name, ways in self.ticks.rings.items()}
         outputs = self.stages[-1].outputs  # of which truth values are summed in int32
         summed = sum(x.size * max(x.dtype.itemsize, 4 * (x.dtype == bool)) for x in outputs)
-        moved = 0
+        passed = sum(n * sum(self.buffers[name].sizes) for name, n in offsets.items())
+        moved = len(self.ticks.columns["kind"]) * passed
         for carrier in self.carriers:
             dtype = self.leaves[carrier.leaf].dtype
             moved += carrier.sent(self.leaves, dtype.itemsize)
             if self.backward:
                 moved += carrier.sent(self.leaves, wide(dtype).itemsize, back=True)
-        return {
-            "ticks": len(self.ticks.columns["kind"]),
-            "passed": sum(n * sum(self.buffers[name].sizes) for name, n in offsets.items()),
-            "summed": summed * self.schedule.microbatches,
-            "moved": moved,
-        }
+        return moved, summed * self.schedule.microbatches
 
     @functools.cached_property
     def kinds(self) -> tuple[list[cut.Halves], list[int]]:
