@@ -281,6 +281,27 @@ def test_a_loop_whose_trips_are_unknown_is_named(options, reason):
         measure.collectives(loop(**options))
 
 
+def test_an_operand_may_be_an_element_of_a_tuple_in_the_short_form():
+    """`%t#1` of newer XLA is what a get-tuple-element of index 1 was, of nested tuples too."""
+    long = """
+  %t = ((f32[8,4]{1,0:T(8,128)}, s32[]), bf16[2]{0}) parameter(0)
+  %pair = (f32[8,4]{1,0:T(8,128)}, s32[]) get-tuple-element(%t), index=0
+  %x = f32[8,4]{1,0:T(8,128)} get-tuple-element(%pair), index=0
+  %y = bf16[2]{0} get-tuple-element(%t), index=1
+  %d = f32[8,8]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+  ROOT %g = bf16[16]{0} all-gather(%y), dimensions={0}, replica_groups={}"""
+    lines = long.splitlines()
+    short = "\n".join([*lines[:2], *lines[3:4], *lines[5:]])
+    short = short.replace("(%pair), index", "(%t#0), index").replace("(%y)", "(%t#1)")
+    programs = module(long), module(short)
+    assert [measure.flops(each) for each in programs] == [2 * 8 * 8 * 4] * 2
+    sent = [measure.collectives(each).ops[0] for each in programs]
+    assert [op.ring_bytes for op in sent] == [7 * 2 * 2] * 2
+    found = programs[1].entry.instructions["t#1"]
+    assert (found.opcode, found.arrays) == ("get-tuple-element", (Array("bf16", (2,)),))
+    assert programs[1].entry.root == "g"
+
+
 def test_attributes_without_a_value_are_passed_over():
     body = (
         "  %p = f32[4,8] parameter(0)\n  ROOT %r = f32[4,8] all-reduce(%p), word, replica_groups={}"

@@ -18,6 +18,7 @@ _COMPUTATION = re.compile(
     r"^(ENTRY )?%?([\w.\-]+)(?: \([^\n]*)? ?\{\n(.*?)^\}", re.MULTILINE | re.DOTALL
 )
 _ASSIGNMENT = re.compile(r"\s*(ROOT )?%?([^\s=]+) = (.*)$")
+_ELEMENT = re.compile(r"%([\w.\-]+)#(\d+)")  # of a tuple, as an operand
 _OPCODE = re.compile(r" ?([a-z][\w\-]*)\(")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([^\]]*)\]")
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|[()\[\]{},]')
@@ -163,9 +164,17 @@ def parse(text: str) -> Program:
     computations, entry = {}, None
     text = _BROKEN.sub(lambda found: found[0].replace("\n", " "), text)
     for is_entry, name, body in _COMPUTATION.findall(_COMMENT.sub("", text).replace("\r\n", "\n")):
-        read = [_instruction(line) for line in body.splitlines() if line.strip()]
-        marked = [op.name for is_root, op in read if is_root] or [read[-1][1].name]
-        computations[name] = Computation(name, {op.name: op for _, op in read}, marked[0])
+        read, types, root = {}, {}, None
+        for line in filter(str.strip, body.splitlines()):
+            for of, number in _ELEMENT.findall(line):  # newer XLA's short form
+                if of in types and f"{of}#{number}" not in read:
+                    of_element = _inside(types[of])[0][int(number)]
+                    short = f"{of}#{number} = {of_element} get-tuple-element({of}), index={number}"
+                    read[f"{of}#{number}"] = _instruction(short)[2]
+            is_root, told, op = _instruction(line)
+            read[op.name], types[op.name] = op, told
+            root = op.name if is_root else root
+        computations[name] = Computation(name, read, root or op.name)
         entry = computations[name] if is_entry else entry
     if entry is None:
         raise ValueError(
@@ -177,7 +186,8 @@ def parse(text: str) -> Program:
     return Program(computations, entry, math.prod(devices), "is_scheduled=true" in header)
 
 
-def _instruction(line: str) -> tuple[bool, Instruction]:
+def _instruction(line: str) -> tuple[bool, str, Instruction]:
+    """(whether it is the root, the text of its type, the instruction) of a line."""
     if not (assignment := _ASSIGNMENT.match(line)):
         raise ValueError(f"measure: this line of the HLO is no instruction: {line.strip()!r}")
     is_root, name, rest = assignment.groups()
@@ -188,7 +198,8 @@ def _instruction(line: str) -> tuple[bool, Instruction]:
     inputs, close = _inside(rest, opcode.end() - 1)
     operands = tuple(part.split()[-1].lstrip("%") for part in inputs)
     attributes = dict(part.split("=", 1) for part in _inside(f"({rest[close:]})")[0] if "=" in part)
-    return bool(is_root), Instruction(name, opcode[1], _arrays(rest[:end]), operands, attributes)
+    op = Instruction(name, opcode[1], _arrays(rest[:end]), operands, attributes)
+    return bool(is_root), rest[:end], op
 
 
 def _arrays(text: str) -> tuple[Array, ...]:
