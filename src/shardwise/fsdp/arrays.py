@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -43,6 +44,10 @@ class ArrayLayout(NamedTuple):
         pairs = zip(self.spec, self.manual, strict=True)
         found = tuple(None if by_hand else entry for entry, by_hand in pairs)
         return found if any(found) else ()
+
+    def copied(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """Those of these axes by hand along which devices have copies of it, or of its share."""
+        return tuple(name for name in axes if name not in jax.tree.leaves(tuple(self.manual)))
 
     def inside(self, mesh: Mesh) -> tuple[int, ...]:
         """The array's shape where it is used: of what is never gathered, one device's part."""
@@ -112,10 +117,7 @@ def laid_out(run: Any, rule: rules.FSDPRule, mesh: Mesh, who: str) -> Callable:
                     f"jax.device_put(params, layouts.shardings(layout, params))."
                 )
 
-    def lies(x):
-        return jnp.shape(x), getattr(x, "sharding", None)
-
-    return looked_at(run, look, lies, of=lambda params, *args, **options: params)
+    return looked_at(run, look)
 
 
 def without(spec: P, axes: Sequence[str]) -> P:
@@ -132,18 +134,19 @@ def around(run: Callable, call: Callable) -> Callable:
     return functools.update_wrapper(call, run)
 
 
-def looked_at(
-    run: Callable, look: Callable, kind: Callable, of: Callable = lambda *args, **options: args
-) -> Callable:
-    """`run`, before which `look` sees the arguments, once for each kind of what `of` takes of them.
+def looked_at(run: Callable, look: Callable) -> Callable:
+    """`run`, before which `look` sees the arguments, once for each kind of these.
 
-    Kinds are told by structure and by `kind(x)` of each array. Within a trace of the caller's
-    nothing is looked at.
+    Kinds are told by structure, and by each array's shape, dtype and sharding. Within a trace of
+    the caller's nothing is looked at.
     """
     known = set()
 
+    def kind(x):
+        return np.shape(x), getattr(x, "dtype", type(x)), getattr(x, "sharding", None)
+
     def call(*args, **options):
-        leaves, structure = jax.tree.flatten((of(*args, **options), options))
+        leaves, structure = jax.tree.flatten((args, options))
         if not any(isinstance(x, jax.core.Tracer) for x in leaves):
             told = structure, *map(kind, leaves)
             if told not in known:

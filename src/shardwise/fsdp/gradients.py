@@ -119,20 +119,16 @@ def value_and_grad(
 
 def _on_device(settings, layouts, structure, shapes, shards, batch, numbers, args, key):
     """The loss and gradient of one device's rows, and every sum over devices."""
-    own, division, zero, dtype, reduce_dtype, has_aux, aux = settings
+    loss, division, zero, dtype, reduce_dtype, has_aux, aux = settings
     mesh, m = division.mesh, division.microbatches
     hows = [How.of(array, mesh, dtype, reduce_dtype, division.axes) for array in layouts]
     parts = [split(tree, m) for tree in (batch, numbers)]
     once = zero == 1 and m > 1  # scattered when all are summed
-
-    def loss(arrays, batch, *args, **key):
-        return own(jax.tree.unflatten(structure, arrays), batch, *args, **key)
-
     first = jax.tree.map(lambda x: x[0], parts[0])
     options = {} if key is None else {"key": key}
     within = [None] * len(hows) if once else hows  # the loss's own
-    dtypes = [dtype or x.dtype for x in shards]
-    found = reads(loss, layouts, mesh, within, dtypes, first, args, options)
+    params = structure.unflatten(shards)
+    found = reads(loss, params, layouts, mesh, within, dtype, first, args, options)
     _check_axes(division, layouts, found)
     at_use = within if zero == 3 else late(found, layouts, within)
     use = use_of(found, layouts, mesh, at_use)
@@ -153,7 +149,7 @@ def _on_device(settings, layouts, structure, shapes, shards, batch, numbers, arg
         pairs = zip(gather(inputs, now, wholes), use.deferred, strict=True)
         arrays = [x if later else cast(x, dtype) for x, later in pairs]
         with marks.bind(use=use):
-            return loss(arrays, batch, *args, **key)
+            return loss(structure.unflatten(arrays), batch, *args, **key)
 
     value, extra, grads = mean_and_grads(whole, inputs, *parts, args, key, division, has_aux, aux)
     if once:
@@ -180,5 +176,5 @@ def _check_axes(division, layouts, found):
 
 def _sum(division, grad, array):
     """The gradient summed over devices that hold copies: all, for an array that is not cut."""
-    axes = tuple(n for n in division.axes if n not in jax.tree.leaves(tuple(array.manual)))
+    axes = array.copied(division.axes)
     return jax.lax.psum(grad, axes) if axes else grad

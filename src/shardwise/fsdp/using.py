@@ -79,10 +79,10 @@ class Reads(jaxprs.Follower):
         return kept
 
 
-def reads(loss: Callable, arrays, mesh: Mesh, hows, dtypes, batch, args, options) -> Reads:
-    """The `Reads`, by `loss(leaves, batch, *args, **options)`, of what has a `How`.
+def reads(loss: Callable, params, arrays, mesh: Mesh, hows, dtype, batch, args, options) -> Reads:
+    """The `Reads`, by `loss(params, batch, *args, **options)`, of what has a `How`.
 
-    `dtypes` are those of the leaves; all else may be abstract.
+    Of `params` the structure counts and, without a `dtype`, theirs; all else may be abstract.
     """
     given = []
 
@@ -93,10 +93,11 @@ def reads(loss: Callable, arrays, mesh: Mesh, hows, dtypes, batch, args, options
             given.append((path, jnp.shape(x)))
         return jax.tree.unflatten(jax.tree.structure(weights), leaves)
 
-    pairs = zip(arrays, dtypes, strict=True)
-    leaves = [jax.ShapeDtypeStruct(array.inside(mesh), dtype) for array, dtype in pairs]
+    leaves, structure = jax.tree.flatten(params)
+    pairs = zip(arrays, leaves, strict=True)
+    used = [jax.ShapeDtypeStruct(array.inside(mesh), dtype or x.dtype) for array, x in pairs]
     with marks.bind(use=name):
-        program = jax.make_jaxpr(loss)(leaves, batch, *args, **options).jaxpr
+        program = jax.make_jaxpr(loss)(structure.unflatten(used), batch, *args, **options).jaxpr
     labels = [jaxprs.NOTHING if how is None else frozenset([i]) for i, how in enumerate(hows)]
     labels += [jaxprs.NOTHING] * (len(program.invars) - len(labels))
     found = Reads([array.inner(mesh) for array in arrays])

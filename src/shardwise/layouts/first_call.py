@@ -75,18 +75,13 @@ def warn(reason: str, who: str) -> None:
 
 def checked(run: Callable, layout: Layout, who: str) -> Callable:
     """`run`, jitted, which refuses a collective within a task that would wait for other stages."""
-    by_hand = (*layout.stage, *(layout.divided if layout.by_hand else ()))
-    others = [name for name in layout.mesh.axis_names if name not in by_hand]
-    if not layout.stage or layout.exact or layout.parts(others) == 1:
+    if not layout.stage or layout.exact or layout.parts(layout.manual) == layout.mesh.size:
         return run
 
     def look(*args, **options):
         refuse(run.lower(*args, **options).compile(), layout, who)
 
-    def kind(x):
-        return np.shape(x), jax.numpy.result_type(x)
-
-    return looked_at(run, look, kind)
+    return looked_at(run, look)
 
 
 def refuse(compiled: Any, layout: Layout, who: str) -> None:

@@ -40,7 +40,7 @@ class LayoutLedger(Ledger):
                 times = passes(layout.zero, layout.microbatches, again and array.stacked)
                 used = layout.dtype or x.dtype
                 self._gathered(held, used, layout.reduce_dtype or used, times)
-            self.sum("gradients", layout.copied(array.manual), held * wide(x.dtype).itemsize)
+            self.sum("gradients", array.copied(layout.divided), held * wide(x.dtype).itemsize)
         self.loss(layout.divided, staged=False)
 
     def activations(self, shapes, batch, again: bool, here=None, ends=(True, True)) -> None:
