@@ -92,7 +92,7 @@ def array_layouts(tree, rule: rules.FSDPRule, mesh: Mesh, apart=None, leave_out=
     in `leave_out` are those of a program around, which cuts along them itself.
     """
     axes, layouts, arrays = axes_of(rule.axis), [], trees.leaves(tree)
-    own = [P()] * len(arrays) if apart is None else specs(apart, tree, mesh)
+    own = specs(apart or P(), tree, mesh)
     each = zip(arrays, specs(rule, tree, mesh), own, rule.stacks(tree), strict=True)
     for (path, x), spec, kept, stacked in each:
         spec, taken = without(spec, leave_out), [*kept, *[None] * len(spec)]

@@ -176,5 +176,4 @@ def _check_axes(division, layouts, found):
 
 def _sum(division, grad, array):
     """The gradient summed over devices that hold copies: all, for an array that is not cut."""
-    axes = array.copied(division.axes)
-    return jax.lax.psum(grad, axes) if axes else grad
+    return jax.lax.psum(grad, array.copied(division.axes))

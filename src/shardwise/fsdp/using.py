@@ -74,7 +74,8 @@ class Reads(jaxprs.Follower):
 
     def _whole(self, v, owners, operation):
         """The owners whose layers this value holds whole; of any other a part is read."""
-        kept = frozenset(i for i in owners if _ends(v.aval.shape, self.inner[i]))
+        shape, inner = v.aval.shape, self.inner
+        kept = frozenset(i for i in owners if shape[len(shape) - len(inner[i]) :] == inner[i])
         self.read(owners - kept, operation)
         return kept
 
@@ -127,10 +128,6 @@ def _mesh_axes(params):
     for x in jax.tree.leaves(list(params.values()), is_leaf=lambda x: isinstance(x, PartitionSpec)):
         spec = x if isinstance(x, PartitionSpec) else getattr(x, "spec", ())
         yield from (name for name in jax.tree.leaves(tuple(spec)) if isinstance(name, str))
-
-
-def _ends(shape, tail):
-    return len(tail) <= len(shape) and tuple(shape[len(shape) - len(tail) :]) == tuple(tail)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # of one trace: nothing cached elsewhere fits

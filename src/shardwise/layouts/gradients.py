@@ -97,10 +97,8 @@ def program(layout: Layout, loss: Callable, has_aux: bool, params: Any, batch: A
 def _pipelined(layout, loss, has_aux, aux, who, backward, params):
     """The `pipeline.value_and_grad` of the loss; without `backward` the gradient is None.
 
-    By the compiler only the axis of stages is written out. By hand rows, sequence, shares of
-    parameters and experts are too, in the same shard_map, and the tensor axis is the compiler's: a
-    task gathers the parameters that it reads and scatters their gradients; what devices have copies
-    of is summed once a step.
+    In its shard_map are all axes by hand, with `Shares` of parameters; those that devices have
+    copies of are summed once a step.
     """
     mesh, within = layout.auto, {}
     if layout.by_hand:
@@ -175,7 +173,7 @@ class Shares(Whole):
         return scatter([g], [self.hows[i]])[0] if self.layout.zero == 1 else g
 
     def total(self, i: int, g: jax.Array) -> jax.Array:
-        return jax.lax.psum(g, axes) if (axes := self.copied(i)) else g
+        return jax.lax.psum(g, self.copied(i))
 
     def copied(self, i: int) -> tuple[str, ...]:
         """The mesh axes along which devices have copies of a parameter, or of its share."""
