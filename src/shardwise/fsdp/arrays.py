@@ -22,7 +22,8 @@ class ArrayLayout(NamedTuple):
     """One array of parameters: its true shape, its spec, and what becomes of that where it is used.
 
     `stacked`: axis 0 is one of layers; `cut`: the axis along which it is gathered, None if it is
-    not; `apart`: the axes by hand along which each device uses its own part, as of experts.
+    not; `apart`: the axes by hand along which each device uses its own part, as of experts;
+    `manual`: the entries of the spec that are by hand, those of `cut` and `apart`.
     """
 
     path: str
@@ -31,19 +32,7 @@ class ArrayLayout(NamedTuple):
     stacked: bool
     cut: int | None
     apart: P
-
-    @property
-    def manual(self) -> P:
-        """The entries of the spec that are by hand: those of `cut` and `apart`."""
-        apart = [*self.apart, *[None] * len(self.spec)]
-        return P(*(e if i == self.cut or apart[i] else None for i, e in enumerate(self.spec)))
-
-    @property
-    def beside(self) -> tuple:
-        """The entries over axes that the compiler has; empty without any."""
-        pairs = zip(self.spec, self.manual, strict=True)
-        found = tuple(None if by_hand else entry for entry, by_hand in pairs)
-        return found if any(found) else ()
+    manual: P
 
     def copied(self, axes: Sequence[str]) -> tuple[str, ...]:
         """Those of these axes by hand along which devices have copies of it, or of its share."""
@@ -98,7 +87,8 @@ def array_layouts(tree, rule: rules.FSDPRule, mesh: Mesh, apart=None, leave_out=
         spec, taken = without(spec, leave_out), [*kept, *[None] * len(spec)]
         free = (i for i, e in enumerate(spec) if e and not taken[i])
         cut = next((i for i in free if axes_of(spec[i]) == axes), None)
-        layouts.append(ArrayLayout(path, jnp.shape(x), spec, stacked, cut, kept))
+        manual = P(*(e if i == cut or taken[i] else None for i, e in enumerate(spec)))
+        layouts.append(ArrayLayout(path, jnp.shape(x), spec, stacked, cut, kept, manual))
     return tuple(layouts)
 
 

@@ -42,8 +42,9 @@ class How(NamedTuple):
         if array.cut is None:
             return None
         axis, size = axes_of(array.spec[array.cut]), array.shape[array.cut]
-        beside = P(*array.beside) if array.beside else None
-        others = frozenset(mesh.shape) - {*rows}
+        pairs = zip(array.spec, array.manual, strict=True)
+        entries = [None if by_hand else entry for entry, by_hand in pairs]
+        beside, others = P(*entries) if any(entries) else None, frozenset(mesh.shape) - {*rows}
         return cls(axis, array.cut, size, dtype, reduce_dtype or dtype, beside, others)
 
     def shifted(self, by: int) -> "How":

@@ -18,6 +18,7 @@ from shardwise.mesh import axes_of, check_axes
 from shardwise.objective.division import Division
 from shardwise.objective.gradients import mean_and_grads
 from shardwise.objective.parts import check_params, merged, split, ways
+from shardwise.rules.rule import used_axes
 
 
 def value_and_grad(
@@ -163,7 +164,7 @@ def _on_device(settings, layouts, structure, shapes, shards, batch, numbers, arg
 def _check_axes(division, layouts, found):
     """Raise for a mesh axis that nothing uses."""
     used = {*division.axes, *found.mesh_axes}
-    used.update(name for array in layouts for name in jax.tree.leaves(array.beside))
+    used.update(axis for array in layouts for axis in used_axes(array.spec))
     for name, size in division.mesh.shape.items():
         if size > 1 and name not in used:
             raise ValueError(

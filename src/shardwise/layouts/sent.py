@@ -17,9 +17,8 @@ from shardwise.layouts import gradients
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.meanings import attention
 from shardwise.layouts.placing import parameter_rule
-from shardwise.mesh import axes_of
 from shardwise.objective.means import wide
-from shardwise.rules.rule import specs
+from shardwise.rules.rule import specs, used_axes
 
 TASKS = "forward", "to_input", "to_weights"
 
@@ -125,9 +124,8 @@ class LayoutLedger(Ledger):
 
     def _cut(self, program, i):
         """The parts into which the compiler cuts a parameter along tensor, within a share."""
-        mesh, spec = self.layout.mesh, program.shares.arrays[i].spec
-        axes = [axis for entry in spec for axis in axes_of(entry) if axis in self.layout.tensor]
-        return math.prod(mesh.shape[axis] for axis in axes)
+        axes = used_axes(program.shares.arrays[i].spec)
+        return self.layout.parts([axis for axis in axes if axis in self.layout.tensor])
 
     def _gathered(self, elements, dtype, times):
         """Count `passes` of a parameter of so many elements, and of its gradient."""
