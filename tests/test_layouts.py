@@ -407,7 +407,7 @@ MISTAKES = {
     ),
     "many stages": (lambda: layouts.Layout(GRID(), stage=("a", "b")), "lie along one axis"),
     "microbatches": (lambda: layouts.Layout(GRID(), data=("a", "b"), microbatches=0), "1 or more"),
-    "devices": (lambda: catalogue.over(("fsdp", "tensor", "context"), 6), "a multiple of 4"),
+    "devices": (lambda: catalogue.over(("fsdp", "tensor", "context"), 6), "4, which must divide 6"),
 }
 
 

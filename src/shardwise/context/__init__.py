@@ -18,14 +18,14 @@ what it does with them: `layouts.Layout(kernel=...)`. `tiled` keeps no scores on
 Which tokens a device has is an order of the whole sequence: `contiguous`, `striped` or `zigzag`.
 """
 
+from shardwise.context.forms import AllGather as all_gather
+from shardwise.context.forms import Ring as ring
+from shardwise.context.forms import Ulysses as ulysses
 from shardwise.context.forms import Within as within
-from shardwise.context.gathering import AllGather as all_gather
-from shardwise.context.gathering import Ulysses as ulysses
-from shardwise.context.gathering import tiled
+from shardwise.context.forms import tiled
 from shardwise.context.kernels import Cudnn as cudnn
 from shardwise.context.kernels import Splash as splash
 from shardwise.context.orders import contiguous, striped, work, zigzag
-from shardwise.context.rotating import Ring as ring
 
 # What `layouts` knows by name: a form, and the order that it wants (None: the sequence's own).
 FORMS = {

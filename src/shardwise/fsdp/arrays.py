@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -21,7 +22,8 @@ class ArrayLayout(NamedTuple):
     """One array of parameters: its true shape, its spec, and what becomes of that where it is used.
 
     `stacked`: axis 0 is one of layers; `cut`: the axis along which it is gathered, None if it is
-    not; `apart`: the axes by hand along which each device uses its own part, as of experts.
+    not; `apart`: the axes by hand along which each device uses its own part, as of experts;
+    `manual`: the entries of the spec that are by hand, those of `cut` and `apart`.
     """
 
     path: str
@@ -30,19 +32,11 @@ class ArrayLayout(NamedTuple):
     stacked: bool
     cut: int | None
     apart: P
+    manual: P
 
-    @property
-    def manual(self) -> P:
-        """The entries of the spec that are by hand: those of `cut` and `apart`."""
-        apart = [*self.apart, *[None] * len(self.spec)]
-        return P(*(e if i == self.cut or apart[i] else None for i, e in enumerate(self.spec)))
-
-    @property
-    def beside(self) -> tuple:
-        """The entries over axes that the compiler has; empty without any."""
-        pairs = zip(self.spec, self.manual, strict=True)
-        found = tuple(None if by_hand else entry for entry, by_hand in pairs)
-        return found if any(found) else ()
+    def copied(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """Those of these axes by hand along which devices have copies of it, or of its share."""
+        return tuple(name for name in axes if name not in jax.tree.leaves(tuple(self.manual)))
 
     def inside(self, mesh: Mesh) -> tuple[int, ...]:
         """The array's shape where it is used: of what is never gathered, one device's part."""
@@ -87,13 +81,14 @@ def array_layouts(tree, rule: rules.FSDPRule, mesh: Mesh, apart=None, leave_out=
     in `leave_out` are those of a program around, which cuts along them itself.
     """
     axes, layouts, arrays = axes_of(rule.axis), [], trees.leaves(tree)
-    own = [P()] * len(arrays) if apart is None else specs(apart, tree, mesh)
+    own = specs(apart or P(), tree, mesh)
     each = zip(arrays, specs(rule, tree, mesh), own, rule.stacks(tree), strict=True)
     for (path, x), spec, kept, stacked in each:
         spec, taken = without(spec, leave_out), [*kept, *[None] * len(spec)]
         free = (i for i, e in enumerate(spec) if e and not taken[i])
         cut = next((i for i in free if axes_of(spec[i]) == axes), None)
-        layouts.append(ArrayLayout(path, jnp.shape(x), spec, stacked, cut, kept))
+        manual = P(*(e if i == cut or taken[i] else None for i, e in enumerate(spec)))
+        layouts.append(ArrayLayout(path, jnp.shape(x), spec, stacked, cut, kept, manual))
     return tuple(layouts)
 
 
@@ -112,10 +107,7 @@ def laid_out(run: Any, rule: rules.FSDPRule, mesh: Mesh, who: str) -> Callable:
                     f"jax.device_put(params, layouts.shardings(layout, params))."
                 )
 
-    def lies(x):
-        return jnp.shape(x), getattr(x, "sharding", None)
-
-    return looked_at(run, look, lies, of=lambda params, *args, **options: params)
+    return looked_at(run, look)
 
 
 def without(spec: P, axes: Sequence[str]) -> P:
@@ -132,18 +124,19 @@ def around(run: Callable, call: Callable) -> Callable:
     return functools.update_wrapper(call, run)
 
 
-def looked_at(
-    run: Callable, look: Callable, kind: Callable, of: Callable = lambda *args, **options: args
-) -> Callable:
-    """`run`, before which `look` sees the arguments, once for each kind of what `of` takes of them.
+def looked_at(run: Callable, look: Callable) -> Callable:
+    """`run`, before which `look` sees the arguments, once for each kind of these.
 
-    Kinds are told by structure and by `kind(x)` of each array. Within a trace of the caller's
-    nothing is looked at.
+    Kinds are told by structure, and by each array's shape, dtype and sharding. Within a trace of
+    the caller's nothing is looked at.
     """
     known = set()
 
+    def kind(x):
+        return np.shape(x), getattr(x, "dtype", type(x)), getattr(x, "sharding", None)
+
     def call(*args, **options):
-        leaves, structure = jax.tree.flatten((of(*args, **options), options))
+        leaves, structure = jax.tree.flatten((args, options))
         if not any(isinstance(x, jax.core.Tracer) for x in leaves):
             told = structure, *map(kind, leaves)
             if told not in known:

@@ -42,8 +42,9 @@ class How(NamedTuple):
         if array.cut is None:
             return None
         axis, size = axes_of(array.spec[array.cut]), array.shape[array.cut]
-        beside = P(*array.beside) if array.beside else None
-        others = frozenset(mesh.shape) - {*rows}
+        pairs = zip(array.spec, array.manual, strict=True)
+        entries = [None if by_hand else entry for entry, by_hand in pairs]
+        beside, others = P(*entries) if any(entries) else None, frozenset(mesh.shape) - {*rows}
         return cls(axis, array.cut, size, dtype, reduce_dtype or dtype, beside, others)
 
     def shifted(self, by: int) -> "How":
@@ -126,16 +127,10 @@ def _gathered(xs, hows):
     xs = [cast(x, how.dtype) for x, how in zip(xs, hows, strict=True)]
     if len(xs) == 1:
         return [_by_hand(jax.lax.all_gather, hows[0], axis=hows[0].cut)(xs[0])]
+    xs = [jnp.moveaxis(x, how.cut, 0) for x, how in zip(xs, hows, strict=True)]
     flat = jax.lax.all_gather(jnp.concatenate([x.ravel() for x in xs]), hows[0].axis)
     parts = jnp.split(flat, np.cumsum([x.size for x in xs])[:-1], axis=1)
-    return [_joined(p, x, how) for p, x, how in zip(parts, xs, hows, strict=True)]
-
-
-def _joined(part, x, how):
-    """The whole array, from `part` [devices, elements of a share]."""
-    rows = part.reshape(part.shape[0], *x.shape)
-    shape = (*x.shape[: how.cut], how.size, *x.shape[how.cut + 1 :])
-    return jnp.moveaxis(rows, 0, how.cut).reshape(shape)
+    return _unflattened(parts, xs, hows)
 
 
 def _scattered(grads, hows):
@@ -145,11 +140,11 @@ def _scattered(grads, hows):
     if len(grads) == 1:
         return [_by_hand(jax.lax.psum_scatter, hows[0], scatter_dimension=hows[0].cut)(grads[0])]
     n = jax.lax.axis_size(axis)
-    rows = [_divided(g, how, n) for g, how in zip(grads, hows, strict=True)]
-    flat = jnp.concatenate([r.reshape(n, -1) for r in rows], axis=1)
+    grads = [jnp.moveaxis(g, how.cut, 0) for g, how in zip(grads, hows, strict=True)]
+    flat = jnp.concatenate([g.reshape(n, -1) for g in grads], axis=1)
     flat = jax.lax.psum_scatter(flat, axis, scatter_dimension=0)
-    parts = jnp.split(flat, np.cumsum([r.size // n for r in rows])[:-1])
-    return [part.reshape(r.shape[1:]) for part, r in zip(parts, rows, strict=True)]
+    parts = jnp.split(flat, np.cumsum([g.size // n for g in grads])[:-1])
+    return _unflattened(parts, grads, hows)
 
 
 def _by_hand(collective, how, **options):
@@ -163,7 +158,10 @@ def _by_hand(collective, how, **options):
     return jax.shard_map(function, check_vma=False, **given)
 
 
-def _divided(g, how, n):
-    """The array as [devices, *shape of a share]."""
-    shape = (*g.shape[: how.cut], n, how.size // n, *g.shape[how.cut + 1 :])
-    return jnp.moveaxis(g.reshape(shape), how.cut, 0)
+def _unflattened(parts, xs, hows):
+    """The parts as arrays like `xs`, of any size along axis 0, which goes back to where it is cut.
+
+    In front it makes the flat shares of an array stand one after the other.
+    """
+    groups = zip(parts, xs, hows, strict=True)
+    return [jnp.moveaxis(p.reshape(-1, *x.shape[1:]), 0, how.cut) for p, x, how in groups]

@@ -17,6 +17,7 @@ from shardwise.fsdp.using import late, numbered, reads, use_of
 from shardwise.mesh import axes_of, check_axes
 from shardwise.objective.gradients import mean_and_grads
 from shardwise.objective.parts import Division, check_params, merged, split, ways
+from shardwise.rules.rule import used_axes
 
 
 def value_and_grad(
@@ -118,20 +119,16 @@ def value_and_grad(
 
 def _on_device(settings, layouts, structure, shapes, shards, batch, numbers, args, key):
     """The loss and gradient of one device's rows, and every sum over devices."""
-    own, division, zero, dtype, reduce_dtype, has_aux, aux = settings
+    loss, division, zero, dtype, reduce_dtype, has_aux, aux = settings
     mesh, m = division.mesh, division.microbatches
     hows = [How.of(array, mesh, dtype, reduce_dtype, division.axes) for array in layouts]
     parts = [split(tree, m) for tree in (batch, numbers)]
     once = zero == 1 and m > 1  # scattered when all are summed
-
-    def loss(arrays, batch, *args, **key):
-        return own(jax.tree.unflatten(structure, arrays), batch, *args, **key)
-
     first = jax.tree.map(lambda x: x[0], parts[0])
     options = {} if key is None else {"key": key}
     within = [None] * len(hows) if once else hows  # the loss's own
-    dtypes = [dtype or x.dtype for x in shards]
-    found = reads(loss, layouts, mesh, within, dtypes, first, args, options)
+    params = structure.unflatten(shards)
+    found = reads(loss, params, layouts, mesh, within, dtype, first, args, options)
     _check_axes(division, layouts, found)
     at_use = within if zero == 3 else late(found, layouts, within)
     use = use_of(found, layouts, mesh, at_use)
@@ -152,7 +149,7 @@ def _on_device(settings, layouts, structure, shapes, shards, batch, numbers, arg
         pairs = zip(gather(inputs, now, wholes), use.deferred, strict=True)
         arrays = [x if later else cast(x, dtype) for x, later in pairs]
         with marks.bind(use=use):
-            return loss(arrays, batch, *args, **key)
+            return loss(structure.unflatten(arrays), batch, *args, **key)
 
     value, extra, grads = mean_and_grads(whole, inputs, *parts, args, key, division, has_aux, aux)
     if once:
@@ -166,7 +163,7 @@ def _on_device(settings, layouts, structure, shapes, shards, batch, numbers, arg
 def _check_axes(division, layouts, found):
     """Raise for a mesh axis that nothing uses."""
     used = {*division.axes, *found.mesh_axes}
-    used.update(name for array in layouts for name in jax.tree.leaves(array.beside))
+    used.update(axis for array in layouts for axis in used_axes(array.spec))
     for name, size in division.mesh.shape.items():
         if size > 1 and name not in used:
             raise ValueError(
@@ -179,5 +176,4 @@ def _check_axes(division, layouts, found):
 
 def _sum(division, grad, array):
     """The gradient summed over devices that hold copies: all, for an array that is not cut."""
-    axes = tuple(n for n in division.axes if n not in jax.tree.leaves(tuple(array.manual)))
-    return jax.lax.psum(grad, axes) if axes else grad
+    return jax.lax.psum(grad, array.copied(division.axes))

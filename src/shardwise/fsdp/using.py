@@ -74,15 +74,16 @@ class Reads(jaxprs.Follower):
 
     def _whole(self, v, owners, operation):
         """The owners whose layers this value holds whole; of any other a part is read."""
-        kept = frozenset(i for i in owners if _ends(v.aval.shape, self.inner[i]))
+        shape, inner = v.aval.shape, self.inner
+        kept = frozenset(i for i in owners if shape[len(shape) - len(inner[i]) :] == inner[i])
         self.read(owners - kept, operation)
         return kept
 
 
-def reads(loss: Callable, arrays, mesh: Mesh, hows, dtypes, batch, args, options) -> Reads:
-    """The `Reads`, by `loss(leaves, batch, *args, **options)`, of what has a `How`.
+def reads(loss: Callable, params, arrays, mesh: Mesh, hows, dtype, batch, args, options) -> Reads:
+    """The `Reads`, by `loss(params, batch, *args, **options)`, of what has a `How`.
 
-    `dtypes` are those of the leaves; all else may be abstract.
+    Of `params` the structure counts and, without a `dtype`, theirs; all else may be abstract.
     """
     given = []
 
@@ -93,10 +94,11 @@ def reads(loss: Callable, arrays, mesh: Mesh, hows, dtypes, batch, args, options
             given.append((path, jnp.shape(x)))
         return jax.tree.unflatten(jax.tree.structure(weights), leaves)
 
-    pairs = zip(arrays, dtypes, strict=True)
-    leaves = [jax.ShapeDtypeStruct(array.inside(mesh), dtype) for array, dtype in pairs]
+    leaves, structure = jax.tree.flatten(params)
+    pairs = zip(arrays, leaves, strict=True)
+    used = [jax.ShapeDtypeStruct(array.inside(mesh), dtype or x.dtype) for array, x in pairs]
     with marks.bind(use=name):
-        program = jax.make_jaxpr(loss)(leaves, batch, *args, **options).jaxpr
+        program = jax.make_jaxpr(loss)(structure.unflatten(used), batch, *args, **options).jaxpr
     labels = [jaxprs.NOTHING if how is None else frozenset([i]) for i, how in enumerate(hows)]
     labels += [jaxprs.NOTHING] * (len(program.invars) - len(labels))
     found = Reads([array.inner(mesh) for array in arrays])
@@ -126,10 +128,6 @@ def _mesh_axes(params):
     for x in jax.tree.leaves(list(params.values()), is_leaf=lambda x: isinstance(x, PartitionSpec)):
         spec = x if isinstance(x, PartitionSpec) else getattr(x, "spec", ())
         yield from (name for name in jax.tree.leaves(tuple(spec)) if isinstance(name, str))
-
-
-def _ends(shape, tail):
-    return len(tail) <= len(shape) and tuple(shape[len(shape) - len(tail) :]) == tuple(tail)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # of one trace: nothing cached elsewhere fits

@@ -1,7 +1,4 @@
-"""The layouts by name, each a function of the number of devices.
-
-Tests and comparisons loop over `LAYOUTS`; a new strategy is one entry more.
-"""
+"""The layouts by name, over which tests and comparisons loop."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,15 +17,8 @@ def over(roles: tuple[str, ...], n: int, **settings: Any) -> Layout:
     Raises:
       ValueError: `n` is no multiple of what the other roles take.
     """
-    first, rest = roles[0], roles[1:]
-    if n % 2 ** len(rest):
-        raise ValueError(
-            f"layouts: {', '.join(rest)} take 2 devices each, {2 ** len(rest)} together, which do "
-            f"not divide {n}; take a multiple of {2 ** len(rest)}."
-        )
-    sizes = {first: n // 2 ** len(rest)} | dict.fromkeys(rest, 2)
-    ordered = sorted(sizes, key=ORDER.index)
-    grid = mesh.make(**{role: sizes[role] for role in ordered})
+    asked = dict.fromkeys(sorted(roles, key=ORDER.index), 2) | {roles[0]: -1}
+    grid = mesh.make(**mesh.resolve("layouts", asked, n))
     return Layout(grid, **{role: role for role in roles}, **settings)
 
 

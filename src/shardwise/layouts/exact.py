@@ -26,7 +26,14 @@ from shardwise.layouts.meanings import marked
 from shardwise.layouts.placing import abstract, shardings
 from shardwise.objective.gradients import of_block as part_of_block
 from shardwise.objective.means import wide
-from shardwise.objective.parts import Division, check_params, check_rows, numbers, ways
+from shardwise.objective.parts import (
+    Division,
+    check_params,
+    check_rows,
+    numbers,
+    reduced,
+    ways,
+)
 from shardwise.rules.placement import moved
 
 
@@ -175,9 +182,7 @@ def _part(blocks, way, x):
     """A block's part, rows or [1, ...]; a mean's is exact, since `blocks` is a power of two."""
     x = jnp.asarray(x)
     if way == "concatenate":
-        if x.ndim == 0:
-            raise ValueError("aux='concatenate' of a scalar; expected an array that has rows.")
-        return x
+        return reduced(x[None], way)
     if way != "max":
         x = x.astype(wide(jnp.sum(x).dtype))  # as jnp.sum: few bits in more
     return (x / blocks if way == "mean" else x)[None]

@@ -6,7 +6,7 @@ collectives of one stage can meet. For a permute, of pairs, all devices of the m
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -75,18 +75,13 @@ def warn(reason: str, who: str) -> None:
 
 def checked(run: Callable, layout: Layout, who: str) -> Callable:
     """`run`, jitted, which refuses a collective within a task that would wait for other stages."""
-    by_hand = (*layout.stage, *(layout.divided if layout.by_hand else ()))
-    others = [name for name in layout.mesh.axis_names if name not in by_hand]
-    if not layout.stage or layout.exact or layout.parts(others) == 1:
+    if not layout.stage or layout.exact or layout.parts(layout.manual) == layout.mesh.size:
         return run
 
     def look(*args, **options):
         refuse(run.lower(*args, **options).compile(), layout, who)
 
-    def kind(x):
-        return np.shape(x), jax.numpy.result_type(x)
-
-    return looked_at(run, look, kind)
+    return looked_at(run, look)
 
 
 def refuse(compiled: Any, layout: Layout, who: str) -> None:
@@ -94,7 +89,9 @@ def refuse(compiled: Any, layout: Layout, who: str) -> None:
     program = hlo.parse(compiled.as_text())
     places = list(layout.auto.axis_names).index(layout.stage[0])
     stage_of = np.indices(layout.auto.devices.shape)[places].ravel()
-    for op in _within_tasks(program):
+    every = (op for body in program.computations.values() for op in body.instructions.values())
+    tasks = (op for op in every if op.opcode == "while" and turns_said(op.source))
+    for op in (inner for task in tasks for inner in _within(program, task)):
         if op.opcode.removesuffix("-start") == "collective-permute":
             what = "a permute, for which all devices wait"
         elif "replica_groups" in op.attributes and any(
@@ -112,15 +109,10 @@ def refuse(compiled: Any, layout: Layout, who: str) -> None:
         )
 
 
-def _within_tasks(program: Program) -> list[Instruction]:
-    """All instructions within loops that `marks.turns` names."""
-    every = [op for body in program.computations.values() for op in body.instructions.values()]
-    waiting = [op for op in every if op.opcode == "while" and turns_said(op.source)]
-    seen: set[str] = set()
-    for op in waiting:  # which grows meanwhile
-        named = [op.attributes.get(key, "") for key in ("body", "condition", "to_apply", "calls")]
-        for name in {*op.branches, *(n.lstrip("%") for n in named)} & program.computations.keys():
-            if name not in seen:
-                seen.add(name)
-                waiting += program.computations[name].instructions.values()
-    return [op for name in sorted(seen) for op in program.computations[name].instructions.values()]
+def _within(program: Program, op: Instruction) -> Iterator[Instruction]:
+    """All instructions that this one runs, be it a loop, a conditional or a call."""
+    for name in (op.says("body"), op.says("condition"), *op.called, *op.branches):
+        body = program.computations.get(name.lstrip("%"))
+        for inner in body.instructions.values() if body else ():
+            yield inner
+            yield from _within(program, inner)

@@ -96,21 +96,18 @@ def program(layout: Layout, loss: Callable, has_aux: bool, params: Any, batch: A
 def _pipelined(layout, loss, has_aux, aux, who, backward, params):
     """The `pipeline.value_and_grad` of the loss; without `backward` the gradient is None.
 
-    By the compiler only the axis of stages is written out. By hand rows, sequence, shares of
-    parameters and experts are too, in the same shard_map, and the tensor axis is the compiler's: a
-    task gathers the parameters that it reads and scatters their gradients; what devices have copies
-    of is summed once a step.
+    In its shard_map are all axes by hand, with `Shares` of parameters; those that devices have
+    copies of are summed once a step.
     """
     mesh, within = layout.auto, {}
     if layout.by_hand:
         within = dict(
             division=Division(layout.rows, layout.context, mesh=mesh, order=order(layout)),
-            by_hand=[name for name in mesh.axis_names if name not in layout.tensor],
+            by_hand=layout.manual,
             meanings=meanings(layout),
             shares=functools.partial(shares, layout, array_layouts(layout, params, layout.stage)),
         )
-    manual = (*layout.stage, *(layout.divided if layout.by_hand else ()))
-    others = [name for name in mesh.axis_names if name not in manual]
+    others = {*mesh.axis_names} - {*layout.manual}
     return pipeline.value_and_grad(
         loss,
         mesh,
@@ -175,11 +172,11 @@ class Shares(Whole):
         return scatter([g], [self.hows[i]])[0] if self.layout.zero == 1 else g
 
     def total(self, i: int, g: jax.Array) -> jax.Array:
-        return jax.lax.psum(g, axes) if (axes := self.copied(i)) else g
+        return jax.lax.psum(g, self.copied(i))
 
     def copied(self, i: int) -> tuple[str, ...]:
         """The mesh axes along which devices have copies of a parameter, or of its share."""
-        return self.layout.copied(self.arrays[i].manual)
+        return self.arrays[i].copied(self.layout.divided)
 
     def _at_ends(self, i):
         """Whether a task gathers the parameter where it begins."""
@@ -204,14 +201,8 @@ def _at_once(arrays):
 
 def shares(layout: Layout, arrays: tuple, tree, loss, batch, args: tuple, options: dict) -> Shares:
     """The `Shares` of a loss of one device's part; called where the axes by hand have names."""
-    mesh, structure = layout.auto, jax.tree.structure(tree)
-    by_hand = [name for name in mesh.axis_names if name not in layout.tensor]
-    hows = tuple(How.of(a, mesh, layout.dtype, layout.reduce_dtype, by_hand) for a in arrays)
+    mesh, dtypes = layout.auto, (layout.dtype, layout.reduce_dtype)
+    hows = tuple(How.of(array, mesh, *dtypes, layout.manual) for array in arrays)
     at_use = hows if layout.zero == 3 else [None] * len(hows)
-
-    def of_leaves(arrays, *rest, **options):
-        return loss(jax.tree.unflatten(structure, arrays), *rest, **options)
-
-    used = [layout.dtype or x.dtype for x in jax.tree.leaves(tree)]
-    found = reads(of_leaves, arrays, mesh, at_use, used, batch, args, options)
+    found = reads(loss, tree, arrays, mesh, at_use, layout.dtype, batch, args, options)
     return Shares(layout, arrays, hows, use_of(found, arrays, mesh, at_use))

@@ -5,9 +5,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from shardwise import context, experts
 from shardwise import mesh as meshes
@@ -130,9 +128,11 @@ class Layout:
         """The mesh axes over which batches are cut: the sequence, and rows."""
         return (*self.context, *self.rows)
 
-    def copied(self, spec: P) -> tuple[str, ...]:
-        """Those of them along which an array that lies by this spec has copies."""
-        return tuple(name for name in self.divided if name not in jax.tree.leaves(tuple(spec)))
+    @property
+    def manual(self) -> tuple[str, ...]:
+        """The mesh axes that a shard_map has by hand; the others are the compiler's."""
+        by_hand = tuple(name for name in self.mesh.axis_names if name not in self.tensor)
+        return by_hand if self.by_hand else self.stage
 
     def parts(self, axes: Sequence[str]) -> int:
         """The number of parts into which mesh axes cut together."""

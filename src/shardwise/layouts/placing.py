@@ -1,8 +1,7 @@
 """The rules by which a layout cuts parameters."""
 
-import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -105,15 +104,6 @@ def parameter_rule(layout: Layout, zero: int = 3) -> rules.FSDPRule:
     )
 
 
-@contextlib.contextmanager
-def naming(who: str) -> Iterator[None]:
-    """A context in which ValueErrors name `who`, that was called."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{who}: {error}") from error
-
-
 def state_rule(layout: Layout, params: Any) -> Rule:
     """The rule of an optimizer's state for these parameters, which may be abstract.
 
@@ -125,13 +115,15 @@ def state_rule(layout: Layout, params: Any) -> Rule:
 
 def shardings(layout: Layout, params: Any, tx: Any, who: str) -> Any:
     """The NamedShardings of parameters; with `tx` (these, those of its state)."""
-    with naming(who):
+    try:
         found = rules.shardings(parameter_rule(layout), params, layout.auto)
-    if tx is None:
-        return found
-    shapes = abstract(params)
-    state = jax.eval_shape(tx.init, shapes)
-    return found, rules.shardings(state_rule(layout, shapes), state, layout.auto)
+        if tx is None:
+            return found
+        shapes = abstract(params)
+        state = jax.eval_shape(tx.init, shapes)
+        return found, rules.shardings(state_rule(layout, shapes), state, layout.auto)
+    except ValueError as error:
+        raise ValueError(f"{who}: {error}") from error
 
 
 def array_layouts(layout: Layout, tree: Any, leave_out: Sequence[str] = ()) -> tuple:

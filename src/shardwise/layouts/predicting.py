@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 
 from shardwise import rules
 from shardwise.layouts.layout import Layout
-from shardwise.layouts.placing import abstract, array_layouts, naming, parameter_rule, shardings
+from shardwise.layouts.placing import abstract, array_layouts, parameter_rule, shardings
 from shardwise.layouts.sent import LayoutLedger
 
 TOO_MUCH = 0.05  # of the parameters' bytes, to stay whole for want of an axis that divides
@@ -71,13 +71,11 @@ def predict(
         `place` says of arrays, and tracing by hand of a loss.
     """
     again = (layout.remat is not None) if remat is None else remat
-    with naming("layouts.predict"):
-        arrays = array_layouts(layout, params)
     # What a compiler is asked for, the same layout by hand would send.
     asked = {} if layout.by == "hand" else dict(by="hand", attention="all_gather", kernel=None)
     shapes, sent = abstract(params), LayoutLedger(dataclasses.replace(layout, **asked))
+    lie, arrays = shardings(layout, params, tx, "layouts.predict"), array_layouts(layout, params)
     whole = _whole(layout, arrays, shapes, "layouts.predict")
-    lie = shardings(layout, shapes, tx, "layouts.predict")
     laid = _pairs(shapes, lie if tx is None else lie[0])
     held = {"parameters": _bytes(laid), "batch": _of_batch(layout, batch)}
     if tx is not None:

@@ -17,9 +17,8 @@ from shardwise.layouts import gradients
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.meanings import attention
 from shardwise.layouts.placing import parameter_rule
-from shardwise.mesh import axes_of
 from shardwise.objective.means import wide
-from shardwise.rules.rule import specs
+from shardwise.rules.rule import specs, used_axes
 
 TASKS = "forward", "to_input", "to_weights"
 
@@ -38,9 +37,8 @@ class LayoutLedger(Ledger):
             held = math.prod(NamedSharding(layout.auto, array.spec).shard_shape(array.shape))
             if array.cut is not None:
                 times = passes(layout.zero, layout.microbatches, again and array.stacked)
-                used = layout.dtype or x.dtype
-                self._gathered(held, used, layout.reduce_dtype or used, times)
-            self.sum("gradients", layout.copied(array.manual), held * wide(x.dtype).itemsize)
+                self._gathered(held * layout.size("fsdp"), x.dtype, times)
+            self.sum("gradients", array.copied(layout.divided), held * wide(x.dtype).itemsize)
         self.loss(layout.divided, staged=False)
 
     def activations(self, shapes, batch, again: bool, here=None, ends=(True, True)) -> None:
@@ -126,26 +124,26 @@ class LayoutLedger(Ledger):
 
     def _cut(self, program, i):
         """The parts into which the compiler cuts a parameter along tensor, within a share."""
-        mesh, spec = self.layout.mesh, program.shares.arrays[i].spec
-        axes = [axis for entry in spec for axis in axes_of(entry) if axis in self.layout.tensor]
-        return math.prod(mesh.shape[axis] for axis in axes)
+        axes = used_axes(program.shares.arrays[i].spec)
+        return self.layout.parts([axis for axis in axes if axis in self.layout.tensor])
 
-    def _gathered(self, elements, used, reduced, times):
-        """Count `passes` of a share in the dtype `used`, and of its gradient."""
-        whole, sizes = elements * self.layout.size("fsdp"), map(jnp.dtype, (used, reduced))
-        self.weights(self.layout.fsdp, whole, *(x.itemsize for x in sizes), times)
+    def _gathered(self, elements, dtype, times):
+        """Count `passes` of a parameter of so many elements, and of its gradient."""
+        layout, used = self.layout, jnp.dtype(self.layout.dtype or dtype)
+        added = layout.zero == 1 and (layout.stage or layout.microbatches > 1)  # before a scatter
+        own = wide(used) if added and not layout.dtype else used
+        reduced = jnp.dtype(layout.reduce_dtype or own)
+        self.weights(layout.fsdp, elements, used.itemsize, reduced.itemsize, times)
 
     def _rows(self, program, i, ends, times):
         """Count gathers of a parameter that stages share, or of its rows between two ends."""
-        layout, x, shares = self.layout, program.leaves[i], program.shares
+        x, shares = program.leaves[i], program.shares
         if shares.hows[i] is None:
             return
-        used = jnp.dtype(layout.dtype or x.dtype)
-        reduced = layout.reduce_dtype or (used if layout.zero > 1 or layout.dtype else wide(used))
         size = math.prod(x.shape) // self._cut(program, i)
         if ends is not None and shares.rows(i) is None:
             size = size // x.shape[0] * (ends[1] - ends[0])
-        self._gathered(size, used, reduced, times)
+        self._gathered(size, x.dtype, times)
 
     def _attention(self, model, rows, length, again):
         layout, sizes, t = self.layout, model.sizes, self.layout.size("tensor")
