@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from shardwise import marks, objective, schedules
@@ -182,7 +182,7 @@ class _Device:
                     outputs = self.traced = trace(self.loss, *given, self.has_aux)
                 if m > 1:
                     self.traced.check_count(params, division.who)
-            stages, shapes = cut.stages(outputs, *given, relocate=self._relocated)
+            stages, shapes = cut.stages(outputs, *given)
         self.mean, self.extra = shapes
         count = self.mean.count
         if m == 1 and count is not None and inexact(count):  # which may depend on the parameters
@@ -218,18 +218,6 @@ class _Device:
                 f"microbatches is {m}."
             )
         return found
-
-    def _relocated(self, sharding):
-        """The sharding of a constraint of the loss, on the mesh as it is within the stages."""
-        spec = sharding.spec if isinstance(sharding, NamedSharding) else None
-        known = [name for name in self.mesh.axis_names if name != self.axis]
-        names = {name for name in jax.tree.leaves(tuple(spec or ())) if isinstance(name, str)}
-        if spec is None or not names <= {*known}:
-            raise ValueError(
-                f"{self.division.who}: the loss constrains an array to {sharding}; within a stage "
-                f"there are the axes {known}. Constrain to a PartitionSpec of these."
-            )
-        return NamedSharding(meshes.within(self.mesh), sharding.spec)
 
     def _count(self, leaves, parts, args, key):
         """The count of the whole batch, which the first of several backward passes needs."""

@@ -48,18 +48,17 @@ class Cut(NamedTuple):
     shapes: Any
 
 
-def stages(loss: Callable, params: Any, *data: Any, relocate: Callable | None = None) -> Cut:
+def stages(loss: Callable, params: Any, *data: Any) -> Cut:
     """The stages of `loss(params, *data)`, k + 1 for k calls of `marks.stage_boundary`.
 
     Arguments may be abstract. A parameter of which every stage takes only rows of its own, by a
     static slice, of it or of its cast, lives in rows; one that several stages read lives on each.
-    A `with_sharding_constraint` of the loss becomes one to `relocate(sharding)`.
 
     Raises:
       ValueError: a mark where the program cannot be cut, or around no array; an effect that asks
         for an order.
     """
-    given = *abstract((params, data)), relocate
+    given = abstract((params, data))
     program, (shapes,) = trace(lambda params, data: [loss(params, *data)], *given)
     crossing, effects = placed(program)
     program = dataclasses.replace(program, eqns=_rows_first(program.eqns, program.inputs[0]))
