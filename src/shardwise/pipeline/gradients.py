@@ -18,7 +18,6 @@ from shardwise.objective.means import cotangents, normal, quotient, widened
 from shardwise.objective.parts import (
     check_arrays,
     check_params,
-    meaning,
     merged,
     reduced,
     split,
@@ -26,7 +25,7 @@ from shardwise.objective.parts import (
 )
 from shardwise.objective.tracing import trace
 from shardwise.pipeline import cut
-from shardwise.pipeline.cut.parts import abstract, inexact
+from shardwise.pipeline.cut.parts import inexact
 from shardwise.pipeline.cut.places import mark
 from shardwise.pipeline.program import WHOLE, Program
 from shardwise.pipeline.running import Run
@@ -157,23 +156,23 @@ class _Device:
 
     def _trace(self, leaves, parts, args, key):
         """Trace the loss of the first part of the batch; all but the parameters are shapes."""
-        first = jax.tree.map(lambda x: x[0], parts)
-        batch, rows, args, key = abstract((*first, args, key))
+        (batch, rows), args, key = jax.eval_shape(
+            lambda parts, *rest: (jax.tree.map(lambda x: x[0], parts), *rest), parts, args, key
+        )
         division, m, shares = self.division, self.division.microbatches, WHOLE
         held = tuple(_place(spec, self.axis) for spec in self.specs)
         ranks = self.mesh.shape[self.axis]
         whole = [_whole(x, along, ranks) for x, along in zip(leaves, held, strict=True)]
-        params, options = jax.tree.unflatten(self.structure, whole), _options(key)
+        params, loss = jax.tree.unflatten(self.structure, whole), normal(self.loss, self.has_aux)
         meanings = {**self.meanings, "total": division}
         if self.shares is not None:
             with marks.bind(**self.meanings):
-                shares = self.shares(params, self.loss, batch, args, options)
+                shares = self.shares(params, loss, batch, args, {"key": key})
             params, meanings["use"] = shares.received(params), shares.use
-        loss, given = normal(self.loss, self.has_aux), (params, batch, rows, args, key)
+        given = params, batch, rows, args, key
 
         def outputs(params, batch, rows, args, key):
-            with marks.bind(index=meaning(rows)):
-                return loss(params, batch, *args, **_options(key))
+            return loss(params, batch, *args, key=key)
 
         self.traced = None
         with marks.bind(**meanings):
@@ -209,7 +208,6 @@ class _Device:
                 unmarked = _UNMARKED if stages == 1 else ""
                 raise ValueError(f"{who}: {told}{unmarked}") from error
         found = schedules.from_tasks(given)
-        schedules.check(found)
         if (found.stages, found.devices, found.microbatches) != (stages, ranks, m):
             raise ValueError(
                 f"{who}: the schedule is for {found.stages} stages, {found.devices} devices and "
@@ -263,7 +261,3 @@ def _whole(x, along, ranks):
     """The shape of all stages' parts of `x`, of which a device has its own along this axis."""
     shape = [n * ranks if i == along else n for i, n in enumerate(x.shape)]
     return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
-
-
-def _options(key):
-    return {} if key is None else {"key": key}

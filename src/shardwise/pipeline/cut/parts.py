@@ -103,11 +103,6 @@ def shapes_of(atoms: Sequence) -> list[Shape]:
     return [Shape(v.aval.shape, v.aval.dtype) for v in atoms]
 
 
-def abstract(tree: Any) -> Any:
-    """Shapes and dtypes as JAX sees them."""
-    return jax.eval_shape(lambda x: x, tree)
-
-
 def inexact(x: Any) -> bool:
     """Whether an array is of a floating-point dtype, and so has a cotangent."""
     return jnp.issubdtype(x.dtype, jnp.inexact)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from shardwise.jaxprs import Equation, named_as, variables
-from shardwise.pipeline.cut.parts import Part, Shape, abstract, follows, inexact, shapes_of
+from shardwise.pipeline.cut.parts import Part, Shape, follows, inexact, shapes_of
 from shardwise.pipeline.cut.places import placed, trace
 
 CAST = "convert_element_type"
@@ -58,8 +58,7 @@ def stages(loss: Callable, params: Any, *data: Any) -> Cut:
       ValueError: a mark where the program cannot be cut, or around no array; an effect that asks
         for an order.
     """
-    given = abstract((params, data))
-    program, (shapes,) = trace(lambda params, data: [loss(params, *data)], *given)
+    program, (shapes,) = trace(lambda params, data: [loss(params, *data)], params, data)
     crossing, effects = placed(program)
     program = dataclasses.replace(program, eqns=_rows_first(program.eqns, program.inputs[0]))
     parts = [
