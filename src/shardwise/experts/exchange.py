@@ -135,7 +135,7 @@ def bytes_sent(
     form: str = "all_to_all",
     itemsize: int = 4,
     sequence: int = 1,
-) -> int | float:
+) -> int:
     """Bytes that one device sends in a forward pass, for `rows`·`tokens` tokens of its own.
 
     With T = rows·tokens: an all-to-all there and back sends 2·k·f·T·h·e·(n-1)/n, where f is the
@@ -159,16 +159,14 @@ def bytes_sent(
     if form not in FORMS:
         told = ", ".join(map(repr, FORMS))
         raise ValueError(f"experts.bytes_sent: form={form!r}; expected one of {told}.")
-    slots = None
+    held, slots = experts // devices, None
     if capacity is not None:
         slots = min(tokens, dispatch.slots(capacity, tokens * sequence, per_token, experts))
     if form == "ragged":
-        held = experts // devices
         blocks = ragged_exchange.most_rows(rows, tokens, per_token, held, slots) * embed * itemsize
         return (devices - 1) * (2 * blocks + 4 * (experts + 2 * held))
     if form == "all_to_all" and slots is not None:
-        sent = 2 * experts * rows * slots * embed * itemsize * (devices - 1)
-        return sent / devices if sent % devices else sent // devices
+        return 2 * held * rows * slots * embed * itemsize * (devices - 1)
     choice = 8 if slots is None else 12
     once = rows * tokens * (2 * embed * itemsize + per_token * choice)
     return once * (devices - 1)

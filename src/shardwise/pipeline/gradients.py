@@ -15,14 +15,7 @@ from shardwise import mesh as meshes
 from shardwise.objective.division import Division
 from shardwise.objective.gradients import nothing_if_empty
 from shardwise.objective.means import cotangents, normal, quotient, widened
-from shardwise.objective.parts import (
-    check_arrays,
-    check_params,
-    merged,
-    reduced,
-    split,
-    ways,
-)
+from shardwise.objective.parts import check_arrays, check_params, merged, reduced, split, ways
 from shardwise.objective.tracing import trace
 from shardwise.pipeline import cut
 from shardwise.pipeline.cut.parts import inexact
