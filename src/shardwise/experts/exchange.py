@@ -77,8 +77,7 @@ class Exchange:
         if self.axis is not None:
             given = x, chosen, weights, slot
             x, chosen, weights, slot = jax.lax.all_gather(given, self.axis, tiled=True)
-            chosen = chosen - jax.lax.axis_index(self.axis) * held
-            chosen = jnp.where((chosen >= 0) & (chosen < held), chosen, -1)
+            chosen = chosen - jax.lax.axis_index(self.axis) * held  # beyond: of other devices
         if size is None:
             y = dispatch.grouped(x, chosen, weights, apply, held)
         else:
