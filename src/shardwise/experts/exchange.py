@@ -54,10 +54,13 @@ class Exchange:
 
     def _sent(self, x, chosen, weights, apply, held, slot, size):
         """The experts' outputs by buffers [experts, rows·size, e], sent block by block and back."""
-        buffers = dispatch.packed(x, chosen, slot, held * jax.lax.axis_size(self.axis), size)
-        arrived = jax.lax.all_to_all(buffers, self.axis, 0, 1, tiled=True)
-        buffers = jax.lax.all_to_all(apply(arrived), self.axis, 1, 0, tiled=True)
-        return dispatch.combined(buffers, chosen, slot, weights)
+
+        def there(buffers):
+            arrived = jax.lax.all_to_all(buffers, self.axis, 0, 1, tiled=True)
+            return jax.lax.all_to_all(apply(arrived), self.axis, 1, 0, tiled=True)
+
+        experts = held * jax.lax.axis_size(self.axis)
+        return dispatch.buffered(x, chosen, slot, weights, there, experts, size)
 
     def _in_slices(self, x, chosen, weights, apply, held, _, size):
         """The experts' outputs by slices: choices sorted by expert, to their devices, and back."""
@@ -81,8 +84,7 @@ class Exchange:
         if size is None:
             y = dispatch.grouped(x, chosen, weights, apply, held)
         else:
-            buffers = dispatch.packed(x, chosen, slot, held, size)
-            y = dispatch.combined(apply(buffers), chosen, slot, weights)
+            y = dispatch.buffered(x, chosen, slot, weights, apply, held, size)
         if self.axis is None:
             return y
         return jax.lax.psum_scatter(y, self.axis, scatter_dimension=0, tiled=True)
