@@ -30,8 +30,7 @@ def queued(chosen: jax.Array, experts: int, index: jax.Array | None = None) -> j
         order = jnp.argsort(index, axis=1)
         found = queued(jnp.take_along_axis(chosen, order[..., None], axis=1), experts)
         return jnp.take_along_axis(found, jnp.argsort(order, axis=1)[..., None], axis=1)
-    numbers = jnp.arange(experts, dtype=chosen.dtype)[None, None]
-    hot = (chosen.reshape(b, s * k, 1) == numbers).astype(jnp.int32)
+    hot = jax.nn.one_hot(chosen.reshape(b, s * k), experts, dtype=jnp.int32)
     return (jnp.sum(jnp.cumsum(hot, axis=1) * hot, axis=2) - 1).reshape(b, s, k)
 
 

@@ -70,7 +70,8 @@ def value_and_grad(
     """
     meshes.check_axes(who, mesh, (axis,))
     division = dataclasses.replace(division or Division(), microbatches=microbatches, who=who)
-    given = loss, mesh, schedule, axis, division, meanings or {}, shares, has_aux, aux, backward
+    ranks, meanings = mesh.shape[axis], meanings or {}
+    given = loss, schedule, axis, ranks, division, meanings, shares, has_aux, aux, backward
 
     def made(params, batch, args, key):
         """(value and gradient; the device, which has the program)."""
@@ -116,9 +117,9 @@ class _Device:
     """
 
     loss: Callable
-    mesh: Mesh
     schedule: str | schedules.Schedule | Sequence
     axis: str
+    ranks: int
     division: Division
     meanings: Mapping[str, Callable]
     shares: Callable | None
@@ -154,8 +155,7 @@ class _Device:
         )
         division, m, shares = self.division, self.division.microbatches, WHOLE
         held = tuple(_place(spec, self.axis) for spec in self.specs)
-        ranks = self.mesh.shape[self.axis]
-        whole = [_whole(x, along, ranks) for x, along in zip(leaves, held, strict=True)]
+        whole = [_whole(x, along, self.ranks) for x, along in zip(leaves, held, strict=True)]
         params, loss = jax.tree.unflatten(self.structure, whole), normal(self.loss, self.has_aux)
         meanings = {**self.meanings, "total": division}
         if self.shares is not None:
@@ -188,7 +188,7 @@ class _Device:
 
     def _schedule(self, stages):
         """The schedule that was asked for, by name or as lists, if it is for so many stages."""
-        given, ranks = self.schedule, self.mesh.shape[self.axis]
+        given, ranks = self.schedule, self.ranks
         m, who = self.division.microbatches, self.division.who
         if isinstance(given, str):
             if given not in schedules.SCHEDULES:
@@ -239,8 +239,7 @@ class _Device:
         count = jnp.float32(parts) if count is None else jnp.sum(widened(count))
         whole = objective.Mean(*self.division.together((jnp.sum(widened(total)), count)))
         dtype = jnp.result_type(*(x.dtype for x in jax.tree.leaves(self.mean)))
-        pairs = zip(jax.tree.leaves(extra), self.ways, strict=True)
-        extra = [reduced(x, way) for x, way in pairs]
+        extra = [*map(reduced, jax.tree.leaves(extra), self.ways)]
         groups = self.division.over_devices(extra, self.ways)
         return quotient(whole).astype(dtype), whole, groups
 
