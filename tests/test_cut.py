@@ -203,14 +203,14 @@ def test_parts_of_rows_are_no_rows():
     check(loss, params, x)
 
 
-@pytest.mark.parametrize(("second", "starts"), [(2, [(0,), (2,)]), (0, [(), ()])])
-def test_rows_of_data_begin_where_a_stage_is_told_unless_all_take_the_same(second, starts):
+@pytest.mark.parametrize("second", [0, 2])
+def test_rows_of_data_begin_where_a_stage_is_told(second):
     def loss(params, x):
         y = marks.stage_boundary(jnp.tanh(x[0:2] @ params["a"]))
         return jnp.sum((y + x[second : second + 2]) @ params["b"]), jnp.float32(1)
 
     params, x = {"a": draw(WIDE, WIDE), "b": draw(WIDE, WIDE, seed=1)}, draw(ROWS, WIDE, seed=2)
-    assert [s.starts for s in cut.stages(loss, params, x)[0]] == starts
+    assert [s.starts for s in cut.stages(loss, params, x)[0]] == [(0,), (second,)]
     check(loss, params, x)
 
 

@@ -30,25 +30,22 @@ def queued(chosen: jax.Array, experts: int, index: jax.Array | None = None) -> j
         order = jnp.argsort(index, axis=1)
         found = queued(jnp.take_along_axis(chosen, order[..., None], axis=1), experts)
         return jnp.take_along_axis(found, jnp.argsort(order, axis=1)[..., None], axis=1)
-    numbers = jnp.arange(experts, dtype=chosen.dtype)[None, None]
-    hot = (chosen.reshape(b, s * k, 1) == numbers).astype(jnp.int32)
+    hot = jax.nn.one_hot(chosen.reshape(b, s * k), experts, dtype=jnp.int32)
     return (jnp.sum(jnp.cumsum(hot, axis=1) * hot, axis=2) - 1).reshape(b, s, k)
 
 
-def packed(x, chosen, slot, experts: int, size: int):
-    """Buffers [n, b·c, e] of x [b, s, e]; a choice of another expert or slot is left out."""
+def buffered(x, chosen, slot, weights, apply: Callable, experts: int, size: int):
+    """The weighted sum [b, s, e] of experts' outputs, by buffers [n, b·c, e] of so many slots.
+
+    A choice of another expert or slot is left out, and yields 0.
+    """
     b, _, e = x.shape
-    buffers = jnp.zeros((experts, b, size, e), x.dtype)
-    buffers = buffers.at[_at(chosen, slot)].set(x[:, :, None], mode="drop")
-    return buffers.reshape(experts, b * size, e)
-
-
-def combined(buffers, chosen, slot, weights):
-    """The weighted sum [b, s, e] of what stands in buffers [n, b·c, e]; 0 for what was left out."""
-    n, rows, e = buffers.shape
-    buffers = buffers.reshape(n, chosen.shape[0], rows // chosen.shape[0], e)
-    found = buffers.at[_at(chosen, slot)].get(mode="fill", fill_value=0)
-    return weighted(found, weights)
+    rows = jnp.broadcast_to(jnp.arange(b)[:, None, None], chosen.shape)
+    beyond = jnp.iinfo(jnp.int32).max  # below 0 an index would count from the end
+    at = jnp.where(chosen < 0, beyond, chosen), rows, jnp.where(slot < 0, beyond, slot)
+    buffers = jnp.zeros((experts, b, size, e), x.dtype).at[at].set(x[:, :, None], mode="drop")
+    found = apply(buffers.reshape(experts, b * size, e)).reshape(experts, b, size, -1)
+    return weighted(found.at[at].get(mode="fill", fill_value=0), weights)
 
 
 def weighted(found, weights):
@@ -111,10 +108,3 @@ def divides(experts: int, devices: int, axis: str | None) -> None:
             f"{experts} experts do not divide over the {devices} devices of axis {axis!r}: take "
             f"{would} experts, or an axis of {others} devices."
         )
-
-
-def _at(chosen, slot):
-    """An index into [n, b, c]; below 0 counts from the end, so what is left out goes beyond it."""
-    beyond = jnp.iinfo(jnp.int32).max
-    rows = jnp.broadcast_to(jnp.arange(chosen.shape[0])[:, None, None], chosen.shape)
-    return jnp.where(chosen < 0, beyond, chosen), rows, jnp.where(slot < 0, beyond, slot)

@@ -54,10 +54,13 @@ class Exchange:
 
     def _sent(self, x, chosen, weights, apply, held, slot, size):
         """The experts' outputs by buffers [experts, rows·size, e], sent block by block and back."""
-        buffers = dispatch.packed(x, chosen, slot, held * jax.lax.axis_size(self.axis), size)
-        arrived = jax.lax.all_to_all(buffers, self.axis, 0, 1, tiled=True)
-        buffers = jax.lax.all_to_all(apply(arrived), self.axis, 1, 0, tiled=True)
-        return dispatch.combined(buffers, chosen, slot, weights)
+
+        def there(buffers):
+            arrived = jax.lax.all_to_all(buffers, self.axis, 0, 1, tiled=True)
+            return jax.lax.all_to_all(apply(arrived), self.axis, 1, 0, tiled=True)
+
+        experts = held * jax.lax.axis_size(self.axis)
+        return dispatch.buffered(x, chosen, slot, weights, there, experts, size)
 
     def _in_slices(self, x, chosen, weights, apply, held, _, size):
         """The experts' outputs by slices: choices sorted by expert, to their devices, and back."""
@@ -77,13 +80,11 @@ class Exchange:
         if self.axis is not None:
             given = x, chosen, weights, slot
             x, chosen, weights, slot = jax.lax.all_gather(given, self.axis, tiled=True)
-            chosen = chosen - jax.lax.axis_index(self.axis) * held
-            chosen = jnp.where((chosen >= 0) & (chosen < held), chosen, -1)
+            chosen = chosen - jax.lax.axis_index(self.axis) * held  # beyond: of other devices
         if size is None:
             y = dispatch.grouped(x, chosen, weights, apply, held)
         else:
-            buffers = dispatch.packed(x, chosen, slot, held, size)
-            y = dispatch.combined(apply(buffers), chosen, slot, weights)
+            y = dispatch.buffered(x, chosen, slot, weights, apply, held, size)
         if self.axis is None:
             return y
         return jax.lax.psum_scatter(y, self.axis, scatter_dimension=0, tiled=True)
@@ -135,7 +136,7 @@ def bytes_sent(
     form: str = "all_to_all",
     itemsize: int = 4,
     sequence: int = 1,
-) -> int | float:
+) -> int:
     """Bytes that one device sends in a forward pass, for `rows`·`tokens` tokens of its own.
 
     With T = rows·tokens: an all-to-all there and back sends 2·k·f·T·h·e·(n-1)/n, where f is the
@@ -159,16 +160,14 @@ def bytes_sent(
     if form not in FORMS:
         told = ", ".join(map(repr, FORMS))
         raise ValueError(f"experts.bytes_sent: form={form!r}; expected one of {told}.")
-    slots = None
+    held, slots = experts // devices, None
     if capacity is not None:
         slots = min(tokens, dispatch.slots(capacity, tokens * sequence, per_token, experts))
     if form == "ragged":
-        held = experts // devices
         blocks = ragged_exchange.most_rows(rows, tokens, per_token, held, slots) * embed * itemsize
         return (devices - 1) * (2 * blocks + 4 * (experts + 2 * held))
     if form == "all_to_all" and slots is not None:
-        sent = 2 * experts * rows * slots * embed * itemsize * (devices - 1)
-        return sent / devices if sent % devices else sent // devices
+        return 2 * held * rows * slots * embed * itemsize * (devices - 1)
     choice = 8 if slots is None else 12
     once = rows * tokens * (2 * embed * itemsize + per_token * choice)
     return once * (devices - 1)

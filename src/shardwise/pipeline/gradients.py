@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from shardwise import marks, objective, schedules
@@ -18,7 +18,6 @@ from shardwise.objective.parts import (
     Division,
     check_arrays,
     check_params,
-    meaning,
     merged,
     reduced,
     split,
@@ -26,7 +25,7 @@ from shardwise.objective.parts import (
 )
 from shardwise.objective.tracing import trace
 from shardwise.pipeline import cut
-from shardwise.pipeline.cut.parts import abstract, inexact
+from shardwise.pipeline.cut.parts import inexact
 from shardwise.pipeline.cut.places import mark
 from shardwise.pipeline.program import WHOLE, Program
 from shardwise.pipeline.running import Run
@@ -78,7 +77,8 @@ def value_and_grad(
     """
     meshes.check_axes(who, mesh, (axis,))
     division = dataclasses.replace(division or Division(), microbatches=microbatches, who=who)
-    given = loss, mesh, schedule, axis, division, meanings or {}, shares, has_aux, aux, backward
+    ranks, meanings = mesh.shape[axis], meanings or {}
+    given = loss, schedule, axis, ranks, division, meanings, shares, has_aux, aux, backward
 
     def made(params, batch, args, key):
         """(value and gradient; the device, which has the program)."""
@@ -124,9 +124,9 @@ class _Device:
     """
 
     loss: Callable
-    mesh: Mesh
     schedule: str | schedules.Schedule | Sequence
     axis: str
+    ranks: int
     division: Division
     meanings: Mapping[str, Callable]
     shares: Callable | None
@@ -157,23 +157,22 @@ class _Device:
 
     def _trace(self, leaves, parts, args, key):
         """Trace the loss of the first part of the batch; all but the parameters are shapes."""
-        first = jax.tree.map(lambda x: x[0], parts)
-        batch, rows, args, key = abstract((*first, args, key))
+        (batch, rows), args, key = jax.eval_shape(
+            lambda parts, *rest: (jax.tree.map(lambda x: x[0], parts), *rest), parts, args, key
+        )
         division, m, shares = self.division, self.division.microbatches, WHOLE
         held = tuple(_place(spec, self.axis) for spec in self.specs)
-        ranks = self.mesh.shape[self.axis]
-        whole = [_whole(x, along, ranks) for x, along in zip(leaves, held, strict=True)]
-        params, options = jax.tree.unflatten(self.structure, whole), _options(key)
+        whole = [_whole(x, along, self.ranks) for x, along in zip(leaves, held, strict=True)]
+        params, loss = jax.tree.unflatten(self.structure, whole), normal(self.loss, self.has_aux)
         meanings = {**self.meanings, "total": division}
         if self.shares is not None:
             with marks.bind(**self.meanings):
-                shares = self.shares(params, self.loss, batch, args, options)
+                shares = self.shares(params, loss, batch, args, {"key": key})
             params, meanings["use"] = shares.received(params), shares.use
-        loss, given = normal(self.loss, self.has_aux), (params, batch, rows, args, key)
+        given = params, batch, rows, args, key
 
         def outputs(params, batch, rows, args, key):
-            with marks.bind(index=meaning(rows)):
-                return loss(params, batch, *args, **_options(key))
+            return loss(params, batch, *args, key=key)
 
         self.traced = None
         with marks.bind(**meanings):
@@ -182,7 +181,7 @@ class _Device:
                     outputs = self.traced = trace(self.loss, *given, self.has_aux)
                 if m > 1:
                     self.traced.check_count(params, division.who)
-            stages, shapes = cut.stages(outputs, *given, relocate=self._relocated)
+            stages, shapes = cut.stages(outputs, *given)
         self.mean, self.extra = shapes
         count = self.mean.count
         if m == 1 and count is not None and inexact(count):  # which may depend on the parameters
@@ -196,7 +195,7 @@ class _Device:
 
     def _schedule(self, stages):
         """The schedule that was asked for, by name or as lists, if it is for so many stages."""
-        given, ranks = self.schedule, self.mesh.shape[self.axis]
+        given, ranks = self.schedule, self.ranks
         m, who = self.division.microbatches, self.division.who
         if isinstance(given, str):
             if given not in schedules.SCHEDULES:
@@ -209,7 +208,6 @@ class _Device:
                 unmarked = _UNMARKED if stages == 1 else ""
                 raise ValueError(f"{who}: {told}{unmarked}") from error
         found = schedules.from_tasks(given)
-        schedules.check(found)
         if (found.stages, found.devices, found.microbatches) != (stages, ranks, m):
             raise ValueError(
                 f"{who}: the schedule is for {found.stages} stages, {found.devices} devices and "
@@ -218,18 +216,6 @@ class _Device:
                 f"microbatches is {m}."
             )
         return found
-
-    def _relocated(self, sharding):
-        """The sharding of a constraint of the loss, on the mesh as it is within the stages."""
-        spec = sharding.spec if isinstance(sharding, NamedSharding) else None
-        known = [name for name in self.mesh.axis_names if name != self.axis]
-        names = {name for name in jax.tree.leaves(tuple(spec or ())) if isinstance(name, str)}
-        if spec is None or not names <= {*known}:
-            raise ValueError(
-                f"{self.division.who}: the loss constrains an array to {sharding}; within a stage "
-                f"there are the axes {known}. Constrain to a PartitionSpec of these."
-            )
-        return NamedSharding(meshes.within(self.mesh), sharding.spec)
 
     def _count(self, leaves, parts, args, key):
         """The count of the whole batch, which the first of several backward passes needs."""
@@ -260,8 +246,7 @@ class _Device:
         count = jnp.float32(parts) if count is None else jnp.sum(widened(count))
         whole = objective.Mean(*self.division.together((jnp.sum(widened(total)), count)))
         dtype = jnp.result_type(*(x.dtype for x in jax.tree.leaves(self.mean)))
-        pairs = zip(jax.tree.leaves(extra), self.ways, strict=True)
-        extra = [reduced(x, way) for x, way in pairs]
+        extra = [*map(reduced, jax.tree.leaves(extra), self.ways)]
         groups = self.division.over_devices(extra, self.ways)
         return quotient(whole).astype(dtype), whole, groups
 
@@ -275,7 +260,3 @@ def _whole(x, along, ranks):
     """The shape of all stages' parts of `x`, of which a device has its own along this axis."""
     shape = [n * ranks if i == along else n for i, n in enumerate(x.shape)]
     return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
-
-
-def _options(key):
-    return {} if key is None else {"key": key}

@@ -45,15 +45,16 @@ def ticks(schedule: Schedule, backward: bool = True) -> Ticks:
     shape = max(at.values()) + 1, n
     names = "kind", "stage", "microbatch", *READERS
     columns = {name: np.zeros(shape, np.int32) for name in names}
-    slots = {name: _Slots(n) for name in READERS}
+    slots: dict[str, dict] = {name: {} for name in READERS}  # {(stage, microbatch): its slot}
+    busy = {name: [[] for _ in range(n)] for name in READERS}  # each device's slots, until when
     rings: dict[str, set[int]] = {"act": set(), "cot": set()}
     for task in sorted(at, key=lambda task: (at[task], home[task.stage])):
         (s, kind, j), t, d = task, at[task], home[task.stage]
         if backward and kind in "FI":
             own = "kept" if kind == "F" else "pend"
-            slots[own].take(d, (s, j), t, at[Task(s, "W", j)])
+            slots[own][s, j] = _taken(busy[own][d], t, at[Task(s, "W", j)])
         told = dict(kind="_FIW".index(kind), stage=s, microbatch=j)
-        told |= {name: slots[name].of.get((s, j), 0) for name in READERS if kind in READERS[name]}
+        told |= {name: slots[name].get((s, j), 0) for name in READERS if kind in READERS[name]}
         for name, value in told.items():
             columns[name][t, d] = value
         sent, to = {"F": ("act", s + 1), "I": ("cot", s - 1)}.get(kind, ("", -1))
@@ -62,22 +63,14 @@ def ticks(schedule: Schedule, backward: bool = True) -> Ticks:
             ring = (e - d) % n
             rings[sent].add(ring)
             column = columns.setdefault(f"{sent}+{ring}", np.full(shape, -1, np.int32))
-            column[t, e] = slots[sent].take(e, (to, j), t + 1, at[Task(to, kind, j)])
-    most = {name: max(map(len, found.busy)) for name, found in slots.items()}
+            slots[sent][to, j] = _taken(busy[sent][e], t + 1, at[Task(to, kind, j)])
+            column[t, e] = slots[sent][to, j]
+    most = {name: max(map(len, found)) for name, found in busy.items()}
     return Ticks(columns, most, {name: tuple(sorted(found)) for name, found in rings.items()})
 
 
-class _Slots:
-    """The slots of one kind on all devices; `of` is {(stage, microbatch): its slot}."""
-
-    def __init__(self, devices):
-        self.of: dict[tuple[int, int], int] = {}
-        self.busy: list[list[int]] = [[] for _ in range(devices)]  # until when a slot is taken
-
-    def take(self, device, what, first, last):
-        """The free slot of the lowest number, from one tick to another; `first` never falls."""
-        busy = self.busy[device]
-        slot = next((k for k, until in enumerate(busy) if until < first), len(busy))
-        busy[slot : slot + 1] = [last]
-        self.of[what] = slot
-        return slot
+def _taken(busy: list[int], first: int, last: int) -> int:
+    """The free slot of the lowest number, taken from one tick to another; `first` never falls."""
+    slot = next((k for k, until in enumerate(busy) if until < first), len(busy))
+    busy[slot : slot + 1] = [last]
+    return slot

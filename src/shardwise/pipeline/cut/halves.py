@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+from jax.extend.core import Var
 
 from shardwise.jaxprs import CALLS, REMAT, Equation, carries, inlined, named_as, variables
 from shardwise.pipeline.cut.parts import (
@@ -132,18 +133,11 @@ def _split_scan(eqn, wanted):
     if not theirs.eqns:
         return [eqn]
     length = eqn.origin.params["length"]  # of what is stacked between the two scans
-    stacked = {v: _Stacked(Shape((length, *v.aval.shape), v.aval.dtype)) for v in theirs.inputs[3]}
+    stacked = {v: Var(v.aval.update(shape=(length, *v.aval.shape))) for v in theirs.inputs[3]}
     return [
         _half(eqn, "scan, to the input", ours, chosen, {}, stacked),
         _half(eqn, "scan, to the weights", theirs, rest, stacked, {}),
     ]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Stacked:
-    """A variable of our own."""
-
-    aval: Shape
 
 
 def _closed(body, wanted):

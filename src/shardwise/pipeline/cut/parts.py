@@ -62,21 +62,14 @@ class Part:
         return Part(eqns, self.constants, groups, outputs)
 
 
-def traced(
-    function: Callable,
-    names: Collection[str],
-    *groups: Any,
-    change: Callable[[Any], Any] = lambda eqn: eqn,
-) -> tuple[Part, Any]:
-    """(`function` from groups to groups of abstract arrays, with calls of `names` inlined and
-    `change(eqn)` for each equation; what it returns). Groups are trees.
+def traced(function: Callable, names: Collection[str], *groups: Any) -> tuple[Part, Any]:
+    """(`function` from groups to groups of abstract arrays, with calls of `names` inlined; what it
+    returns). Groups are trees.
     """
     # A function of its own: the trace of one seen before may be cached, under other marks.
     closed, out = jax.make_jaxpr(lambda *given: function(*given), return_shape=True)(*groups)
-    closed = inlined(closed, names)
-    closed = closed.replace(jaxpr=closed.jaxpr.replace(eqns=list(map(change, closed.jaxpr.eqns))))
     sizes = ([len(jax.tree.leaves(group)) for group in each] for each in (groups, out))
-    return part_of(closed, *sizes), out
+    return part_of(inlined(closed, names), *sizes), out
 
 
 def part_of(closed: Any, inputs: Sequence[int], outputs: Sequence[int]) -> Part:
@@ -108,11 +101,6 @@ def split(values: Sequence, sizes: Iterable[int]) -> list[list]:
 def shapes_of(atoms: Sequence) -> list[Shape]:
     """The shapes and dtypes of variables and literals."""
     return [Shape(v.aval.shape, v.aval.dtype) for v in atoms]
-
-
-def abstract(tree: Any) -> Any:
-    """Shapes and dtypes as JAX sees them."""
-    return jax.eval_shape(lambda x: x, tree)
 
 
 def inexact(x: Any) -> bool:

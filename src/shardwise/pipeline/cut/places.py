@@ -14,23 +14,21 @@ from shardwise.pipeline.cut.parts import REPEATED, Part, follows, traced
 MARK = "shardwise stage boundary "
 
 
-def trace(function: Callable, params: Any, data: Any, relocate: Callable | None) -> tuple:
+def trace(function: Callable, params: Any, data: Any) -> tuple:
     """(`function(params, data)` with its marks, what it returns); calls of `jax.jit` are inlined.
 
-    A `with_sharding_constraint` becomes one to `relocate(sharding)`. A mark within a scan, a remat
-    or another inner function, where the program cannot be cut, is a ValueError.
+    A mark within a scan, a remat or another inner function, where the program cannot be cut, is a
+    ValueError.
     """
-
-    def change(eqn):
-        if any(_leaf(e) is not None for e in jaxprs.within(eqn)):
-            raise ValueError(
-                f"cut: marks.stage_boundary stands within a {eqn.primitive.name}, whose inside "
-                f"cannot be cut; call it between such parts, at the loss's own level."
-            )
-        return eqn if relocate is None else _relocated(eqn, relocate)
-
     with marks.bind(stage_boundary=mark):
-        return traced(function, CALLS, params, data, change=change)
+        program, out = traced(function, CALLS, params, data)
+    for eqn in program.eqns:
+        if any(_leaf(e) is not None for e in jaxprs.within(eqn.origin)):
+            raise ValueError(
+                f"cut: marks.stage_boundary stands within a {eqn.name}, whose inside cannot be "
+                f"cut; call it between such parts, at the loss's own level."
+            )
+    return program, out
 
 
 def mark(x: Any) -> Any:
@@ -49,24 +47,6 @@ def _leaf(eqn):
     """Which leaf of a mark this equation is; None if of none."""
     name = str(eqn.params.get("name", "")) if eqn.primitive.name == "name" else ""
     return int(name.removeprefix(MARK)) if name.startswith(MARK) else None
-
-
-def _relocated(eqn, relocate):
-    """The equation with `relocate(sharding)` in each constraint of it, or of programs within it."""
-
-    def within(value):
-        if type(value) is tuple:
-            return tuple(map(within, value))
-        if hasattr(value, "jaxpr") and value.jaxpr is not value:
-            return value.replace(jaxpr=within(value.jaxpr))
-        if hasattr(value, "eqns"):
-            return value.replace(eqns=[_relocated(e, relocate) for e in value.eqns])
-        return value
-
-    params = {name: within(value) for name, value in eqn.params.items()}
-    if eqn.primitive.name == "sharding_constraint":
-        params["sharding"] = relocate(params["sharding"])
-    return eqn.replace(params=params)
 
 
 def placed(loss: Part) -> tuple[list[list], dict]:

@@ -1,6 +1,5 @@
 """The stages of a loss: what each reads, what comes in, what goes out, and its function."""
 
-import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
@@ -10,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from shardwise.jaxprs import Equation, named_as, variables
-from shardwise.pipeline.cut.parts import Part, Shape, abstract, follows, inexact, shapes_of
+from shardwise.pipeline.cut.parts import Part, Shape, follows, inexact, shapes_of
 from shardwise.pipeline.cut.places import placed, trace
 
 CAST = "convert_element_type"
@@ -22,8 +21,8 @@ class Stage:
 
     `rows[i]` tells what of the parameter leaf `i` lives here: None all of it, (a, b) its rows a to
     b. `data` are the numbers of the batch's (and further arguments') leaves that it reads; where
-    stages take different rows of what follows from these, such as keys of layers, `starts` are its
-    own first rows, int32 [k], which come last among the data: so stages may share a program.
+    it takes rows of what follows from these, such as keys of layers, `starts` are the first ones,
+    int32 [k], which come last among the data: so stages of other rows may share a program.
     `params`, `inputs`, `carry` and `outputs` are shapes; the last stage's outputs are the loss's.
     Those numbered in `seeds` have cotangents: all floating-point numbers; of the loss the first.
     """
@@ -48,38 +47,36 @@ class Cut(NamedTuple):
     shapes: Any
 
 
-def stages(loss: Callable, params: Any, *data: Any, relocate: Callable | None = None) -> Cut:
+def stages(loss: Callable, params: Any, *data: Any) -> Cut:
     """The stages of `loss(params, *data)`, k + 1 for k calls of `marks.stage_boundary`.
 
     Arguments may be abstract. A parameter of which every stage takes only rows of its own, by a
     static slice, of it or of its cast, lives in rows; one that several stages read lives on each.
-    A `with_sharding_constraint` of the loss becomes one to `relocate(sharding)`.
 
     Raises:
       ValueError: a mark where the program cannot be cut, or around no array; an effect that asks
         for an order.
     """
-    given = *abstract((params, data)), relocate
-    program, (shapes,) = trace(lambda params, data: [loss(params, *data)], *given)
+    program, (shapes,) = trace(lambda params, data: [loss(params, *data)], params, data)
     crossing, effects = placed(program)
     program = dataclasses.replace(program, eqns=_rows_first(program.eqns, program.inputs[0]))
     parts = [
         program.part([outputs], [*program.inputs, carry], lambda e, s=s: effects[id(e)] == s)
         for s, (carry, outputs) in enumerate(itertools.pairwise(crossing))
     ]
-    rows, unlike = _rows(program.inputs[0], parts), _unlike(parts)
-    return Cut([_stage(s, parts, rows, unlike) for s in range(len(parts))], shapes)
+    rows = _rows(program.inputs[0], parts)
+    return Cut([_stage(s, parts, rows) for s in range(len(parts))], shapes)
 
 
-def _stage(s, parts, rows, unlike):
-    part = parts[s]
+def _stage(s, parts, rows):
+    part, sources = parts[s], follows(parts[s])
     params, data, carry = part.inputs
     held = {v: rows[v][s] for v in params if s in rows[v]}
     read_here, starts, first_rows, eqns = [v for v in data if v in part.used], object(), [], []
     for eqn in part.eqns:
         if ends := _row_slice(eqn):
             of, (first, end) = eqn.invars[0], ends
-            if of in unlike:
+            if sources.get(of, {0}) <= {1}:  # it follows from data, or nothing
                 eqn = _taken(eqn, end - first, len(first_rows), starts)
                 first_rows.append(first)
             elif held.get(of):
@@ -167,14 +164,3 @@ def _taken(eqn: Equation, size: int, start: int, *starts: Any) -> Equation:
             return [jax.lax.slice_in_dim(x, start, start + size)]
 
     return eqn._replace(invars=(eqn.invars[0], *starts), run=run)
-
-
-def _unlike(parts: Sequence[Part]) -> set:
-    """The variables that follow from data, or nothing, of which stages take rows of their own."""
-    found = collections.defaultdict(set)
-    for part in parts:
-        sources = follows(part)
-        for eqn in part.eqns:
-            if (ends := _row_slice(eqn)) and sources.get(eqn.invars[0], {0}) <= {1}:
-                found[eqn.invars[0]].add(ends)
-    return {v for v, ends in found.items() if len(ends) > 1}
