@@ -790,6 +790,23 @@ def test_bytes_on_axes_by_hand_are_the_formula(name):
         np.testing.assert_allclose(size, counted[axes].ring_bytes, rtol=1e-9)
 
 
+@pytest.mark.parametrize("zero, sends", [(1, 2 + 4), (2, 2 + 2 * 2), (3, 2 * (2 + 2))])
+def test_bytes_of_bfloat16_parameters_in_microbatches_are_the_formula(zero, sends):
+    """Gathered in bfloat16; ZeRO 1 adds up microbatches before it scatters, so in float32."""
+    layout = layouts.Layout(mesh.make(fsdp=4), fsdp="fsdp", zero=zero, microbatches=2)
+    params, rows = {"w": jnp.ones((256, 256), jnp.bfloat16)}, jnp.ones((8, 256), jnp.bfloat16)
+
+    def loss(params, rows):
+        return jnp.mean(jnp.square(rows @ params["w"]).astype(jnp.float32))
+
+    run = layouts.value_and_grad(layout, loss, check=False)
+    lowered = run.lower(layouts.place(layout, params), rows)
+    counted = measure.by_axis(measure.collectives(lowered), layout.mesh)["fsdp",].ring_bytes
+    of_loss = 2 * (3 / 4) * 8  # a total and a count
+    assert layouts.predict(layout, params, rows).sent["fsdp",] == counted
+    assert counted == sends * 256 * 256 * 3 / 4 + of_loss
+
+
 def test_what_is_created_is_one_device_s_and_bytes_held_are_the_formula():
     layout, (_, create) = layouts.LAYOUTS["fsdp, context, tensor"](8), parts()
     tx, batch = OPTIMIZERS["adamw"], batches()[0]

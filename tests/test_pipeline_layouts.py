@@ -359,7 +359,7 @@ PREDICTED = {
 
 
 @pytest.mark.parametrize(
-    "name", marked(PREDICTED, {"alone, of three"}, 3, always=["data, fsdp", "fsdp, tensor"])
+    "name", marked(PREDICTED, {"alone, of three", "data, fsdp"}, 3, always=["fsdp, tensor"])
 )
 def test_bytes_held_and_sent_are_predicted(name):
     """To the byte, by mesh axes, on the device of those along the stages that sends most."""

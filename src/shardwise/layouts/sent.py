@@ -37,7 +37,7 @@ class LayoutLedger(Ledger):
             held = math.prod(NamedSharding(layout.auto, array.spec).shard_shape(array.shape))
             if array.cut is not None:
                 times = passes(layout.zero, layout.microbatches, again and array.stacked)
-                self._gathered(held * layout.size("fsdp"), x.dtype, times)
+                self._gathered(held, x.dtype, times)
             self.sum("gradients", array.copied(layout.divided), held * wide(x.dtype).itemsize)
         self.loss(layout.divided, staged=False)
 
@@ -128,12 +128,13 @@ class LayoutLedger(Ledger):
         return self.layout.parts([axis for axis in axes if axis in self.layout.tensor])
 
     def _gathered(self, elements, dtype, times):
-        """Count `passes` of a parameter of so many elements, and of its gradient."""
+        """Count `passes` of a parameter of so many elements on a device, and of its gradient."""
         layout, used = self.layout, jnp.dtype(self.layout.dtype or dtype)
         added = layout.zero == 1 and (layout.stage or layout.microbatches > 1)  # before a scatter
         own = wide(used) if added and not layout.dtype else used
         reduced = jnp.dtype(layout.reduce_dtype or own)
-        self.weights(layout.fsdp, elements, used.itemsize, reduced.itemsize, times)
+        whole = elements * layout.size("fsdp")
+        self.weights(layout.fsdp, whole, used.itemsize, reduced.itemsize, times)
 
     def _rows(self, program, i, ends, times):
         """Count gathers of a parameter that stages share, or of its rows between two ends."""
