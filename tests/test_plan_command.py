@@ -289,7 +289,7 @@ def test_a_program_of_ones_own_is_planned_from_its_file(tmp_path, capsys):
     file.write_text("loss = None")
     assert command.main(given) == 1 and "has no create" in capsys.readouterr().err
     assert command.main([*given[:2], str(tmp_path / "no.py"), *given[3:]]) == 1
-    assert "No such file or directory: '" in capsys.readouterr().err
+    assert "no.py: there is no such file" in capsys.readouterr().err
 
 
 def test_help_and_missing_flags(capsys):

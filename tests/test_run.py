@@ -180,6 +180,27 @@ def test_a_signal_saves_and_the_run_goes_on_from_there(tmp_path, reference, earl
     equal(last.opt_state, reference[1].opt_state)
 
 
+def test_a_file_of_tokens_has_one_name_however_it_was_said():
+    """A run that goes on, as a cluster starts it again, compares the name with that of before."""
+    assert flat(run.Settings(data=Data(tokens="./a//t.npy")))["data.tokens"] == "a/t.npy"
+
+
+def test_a_stream_without_an_encoding_is_written_to(monkeypatch):
+    class Tee:
+        def __init__(self):
+            self.text = ""
+
+        def write(self, text):
+            self.text += text
+
+        def flush(self):
+            pass
+
+    monkeypatch.setattr(sys, "stdout", Tee())
+    reports.say("loss 2.1 \u2713")
+    assert sys.stdout.text == "loss 2.1 \u2713\n"
+
+
 def test_from_join_to_leave_a_signal_is_remembered(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     run.join()

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -107,7 +106,10 @@ def laid_out(run: Any, rule: rules.FSDPRule, mesh: Mesh, who: str) -> Callable:
                     f"jax.device_put(params, layouts.shardings(layout, params))."
                 )
 
-    return looked_at(run, look)
+    def lies(x):
+        return jnp.shape(x), getattr(x, "sharding", None)
+
+    return looked_at(run, look, lies, of=lambda params, *args, **options: params)
 
 
 def without(spec: P, axes: Sequence[str]) -> P:
@@ -124,19 +126,18 @@ def around(run: Callable, call: Callable) -> Callable:
     return functools.update_wrapper(call, run)
 
 
-def looked_at(run: Callable, look: Callable) -> Callable:
-    """`run`, before which `look` sees the arguments, once for each kind of these.
+def looked_at(
+    run: Callable, look: Callable, kind: Callable, of: Callable = lambda *args, **options: args
+) -> Callable:
+    """`run`, before which `look` sees the arguments, once for each kind of what `of` takes of them.
 
-    Kinds are told by structure, and by each array's shape, dtype and sharding. Within a trace of
-    the caller's nothing is looked at.
+    Kinds are told by structure and by `kind(x)` of each array. Within a trace of the caller's
+    nothing is looked at.
     """
     known = set()
 
-    def kind(x):
-        return np.shape(x), getattr(x, "dtype", type(x)), getattr(x, "sharding", None)
-
     def call(*args, **options):
-        leaves, structure = jax.tree.flatten((args, options))
+        leaves, structure = jax.tree.flatten((of(*args, **options), options))
         if not any(isinstance(x, jax.core.Tracer) for x in leaves):
             told = structure, *map(kind, leaves)
             if told not in known:

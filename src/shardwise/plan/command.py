@@ -225,6 +225,8 @@ def _tell(text, model, notes):
 
 def _own(asked):
     chips, file = topology.chips(asked.chips, asked.slices), asked.own
+    if not file.is_file():
+        raise ValueError(f"plan: --own {file}: there is no such file.")
     names = runpy.run_path(str(file))
     if lacks := [name for name in ("create", "loss", "tx", "batch") if name not in names]:
         raise ValueError(

@@ -77,7 +77,7 @@ class LogicalRules(Rule):
 
     def entry(self, name: str | None, path: str, axes: Sequence[str | None]) -> Any:
         """The mesh axes of the logical axis `name`, one of the `axes` of an array."""
-        table = {None: None, LAYERS: None, **self.table}
+        table = {LAYERS: None, **self.table, None: None}
         if name not in table:
             raise ValueError(
                 f"LogicalRules: {path} has the logical axes {tuple(axes)}, and there is no rule "
@@ -102,7 +102,9 @@ class PathRules(Rule):
         self, *pairs: tuple[str, PartitionSpec], strict: bool = True, uneven: str = "error"
     ):
         for pair in pairs:
-            if not isinstance(pair, tuple) or [*map(type, pair)] != [str, PartitionSpec]:
+            if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)) or (
+                not isinstance(pair[1], PartitionSpec)
+            ):
                 raise ValueError(
                     f"PathRules: {pair!r}; expected pairs of a regular expression and a "
                     f"PartitionSpec, such as ('mlp/.*kernel', P('fsdp'))."

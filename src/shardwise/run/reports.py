@@ -29,7 +29,7 @@ def say(text: str) -> None:
     That it ended is said once on standard error; from then on what is written is dropped.
     """
     try:
-        encoding = sys.stdout.encoding or "utf-8"
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         sys.stdout.write(f"{text}\n".encode(encoding, "backslashreplace").decode(encoding))
         sys.stdout.flush()
     except (OSError, ValueError) as error:  # ValueError: it was closed here

@@ -96,6 +96,10 @@ class Data:
     tokens: str | None = None  # a one-dimensional array in a .npy file, of whole numbers
     packed: bool = False  # documents follow one another without padding
 
+    def __post_init__(self):
+        if self.tokens is not None:  # one file has one name: a run that goes on compares it
+            object.__setattr__(self, "tokens", str(Path(self.tokens)))
+
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:

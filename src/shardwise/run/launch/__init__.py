@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import tyro
 
-from shardwise.run.launch.local import Local, of_process
+from shardwise.run.launch.local import Local, Refused, of_process
 from shardwise.run.launch.ray_train import Ray
 from shardwise.run.launch.slurm import Slurm
 from shardwise.run.settings import option
@@ -33,9 +33,11 @@ def main(argv: Sequence[str], program: Sequence[str] = (sys.executable, "-m", "s
         program = [sys.executable] if words[0].endswith(".py") else program
         return launcher.launch([*program, *words])
     except ImportError as missing:
-        needs = {Slurm: "submitit", Ray: "ray[train]"}[type(launcher)]
+        needs = {Slurm: "submitit", Ray: "ray[train]"}.get(type(launcher))
+        if needs is None:
+            raise
         told = f'{missing}; pip install "{needs}"'
-    except ValueError as refused:
+    except Refused as refused:
         told = refused
     print(f"shardwise launch: {told}", file=sys.stderr)
     return 2
@@ -44,10 +46,10 @@ def main(argv: Sequence[str], program: Sequence[str] = (sys.executable, "-m", "s
 def _check(words):
     """Refuse what is no command, or sets a flag that the launcher sets."""
     if not words or words[0].startswith("-"):
-        raise ValueError(
+        raise Refused(
             f"after -- stands {repr(words[0]) if words else 'nothing'}; write a command of "
             f"shardwise there, as -- train --run runs/first, or a file of yours, -- mine.py."
         )
     for name in of_process((), "", 1, 0)[::2]:
         if option(words, name):
-            raise ValueError(f"{name} is what the launcher gives each process; leave it out.")
+            raise Refused(f"{name} is what the launcher gives each process; leave it out.")

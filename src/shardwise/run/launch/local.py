@@ -11,6 +11,10 @@ from shardwise.run.launch.supervising import WELL, Limits, supervise
 from shardwise.run.settings import Settings, option
 
 
+class Refused(ValueError):
+    """The error of a command that cannot be launched, found before anything ran."""
+
+
 @dataclass(frozen=True)
 class Local(Limits):
     """Processes on this machine, with their output line by line; the first failure ends all.
@@ -50,13 +54,14 @@ def one_of_many(
 
 
 def run_folder(command: Sequence[str], launcher: str | None = None) -> Path:
-    """The run folder here, which a `launcher` that writes to it has to be told."""
+    """The run folder here, which a `launcher` that writes to it is told; Refused where none is."""
     run = option(command, "--run")
     if run is None and launcher:
-        raise ValueError(
-            f"{launcher} keeps its files in the run folder; say --run FOLDER after --."
-        )
-    return Folder(run or Settings().run).path
+        raise Refused(f"{launcher} keeps its files in the run folder; say --run FOLDER after --.")
+    try:
+        return Folder(run or Settings().run).path
+    except ValueError as error:
+        raise Refused(str(error)) from None
 
 
 def of_process(command: Sequence[str], address: str, count: int, index: int) -> list[str]:
@@ -66,7 +71,7 @@ def of_process(command: Sequence[str], address: str, count: int, index: int) -> 
 
 
 def at_least(least: int, **values: float) -> None:
-    """Raise ValueError where a flag's value is smaller."""
+    """Raise Refused where a flag's value is smaller."""
     for name, value in values.items():
         if value < least:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: expected {least} or more.")
+            raise Refused(f"--{name.replace('_', '-')} {value}: expected {least} or more.")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.run.launch import local
+from shardwise.run.launch.local import Refused
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,9 @@ class Ray:
         """Run the command; return the exit status for all workers."""
         local.at_least(1, workers=self.workers)
         if (self.tpu_topology is None) != (self.tpu_type is None):
-            raise ValueError("--tpu-topology and --tpu-type go together.")
+            raise Refused("--tpu-topology and --tpu-type go together.")
         if self.tpu_type is not None and self.gpus_per_worker:
-            raise ValueError("--gpus-per-worker and --tpu-type exclude each other.")
+            raise Refused("--gpus-per-worker and --tpu-type exclude each other.")
         folder = local.run_folder(command, "ray")
         if not self.dry_run:
             return self._fit(folder / "ray", [*command])

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.run.launch import local
+from shardwise.run.launch.local import Refused
 from shardwise.run.launch.supervising import overall
 from shardwise.run.signals import STOPPED
 
@@ -47,7 +48,7 @@ class Slurm:
         """Submit the job; return 0, or with `wait` the exit status for all tasks."""
         local.at_least(1, nodes=self.nodes, tasks_per_node=self.tasks_per_node, time=self.time)
         if not 0 < self.signal_before < 60 * self.time:
-            raise ValueError(
+            raise Refused(
                 f"--signal-before {self.signal_before}: expected 1 to {60 * self.time - 1} "
                 f"seconds, of the {self.time} minutes that the job has."
             )
@@ -62,7 +63,7 @@ class Slurm:
             print(f"# in each of {tasks} tasks:", shlex.join(command), sep="\n")
             return 0
         if missing := [name for name in ("sbatch", "srun") if shutil.which(name) is None]:
-            raise ValueError(
+            raise Refused(
                 f"{' and '.join(missing)} cannot be found: submit from a machine of the cluster, "
                 f"or see by --dry-run what would be."
             )
