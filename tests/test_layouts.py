@@ -763,6 +763,17 @@ def test_an_optimizer_that_evaluates_the_loss_again_is_an_error():
         layouts.step(layout, _of_rows, tx)(params, state, jnp.ones((16, 8)))
 
 
+@pytest.mark.parametrize("roles", [("data", "fsdp"), ("fsdp", "context"), ("data", "tensor")])
+def test_stages_by_the_compiler_beside_two_roles_are_refused(roles):
+    """XLA ends the process: of JAX 0.12 beside data and fsdp, of others beside the rest."""
+    grid, named = (
+        mesh.make(stage=2, **dict.fromkeys(roles, 2)),
+        dict(zip(roles, roles, strict=True)),
+    )
+    with pytest.raises(ValueError, match=f"with stages beside {', '.join(roles)}: XLA's"):
+        layouts.Layout(grid, stage="stage", by="compiler", **named)
+
+
 def test_between_the_two_programs_of_a_stage_nothing_waits_on_the_host():
     layout = layouts.Layout(mesh.make(stage=2, fsdp=4), stage="stage", fsdp="fsdp")
     layout = dataclasses.replace(layout, remat=layouts.offload, microbatches=2)
