@@ -6,6 +6,7 @@ Layers are so many that one gathered before its time, or a gradient kept whole, 
 import dataclasses
 import functools
 import math
+import os
 
 import jax
 import numpy as np
@@ -151,9 +152,7 @@ FAST = ["zero2"]
 
 @pytest.mark.parametrize("name", marked(layouts.LAYOUTS, FAST, 5))
 def test_no_device_holds_more_than_its_share_and_what_is_in_flight(name):
-    # Of what experts' tasks leave for their weights XLA of JAX 0.12 keeps copies: 1.124 were seen.
-    newer = jax.__version_info__ >= (0, 11) and name == "stage, fsdp, expert by hand"
-    law(layouts.LAYOUTS[name](8), within=1.13 if newer else 1)
+    law(layouts.LAYOUTS[name](8))
 
 
 # Each by hand, or by the compiler; but for what stands above.
@@ -167,16 +166,21 @@ def test_roles_together_hold_no_more(case):
     law(layout_of(case))
 
 
-def law(layout, within=1):
+# With fusion emitters, which these tests turn off where JAX lets them, XLA for CPU copies some of
+# what a stage's tasks leave: 1.28 times the bound was seen on JAX 0.12.
+EMITTED = 1.3 if "fusion_emitters" not in os.environ["XLA_FLAGS"] else 1
+
+
+def law(layout):
     """Of parameters, arguments and temporaries one device holds no more than the formulas say."""
     found, params = compiled(layout)
-    held, most = Held(layout), within * bound(layout)
+    held, most = Held(layout), bound(layout)
     (own,) = set(measure.bytes_on_devices(params).values())
     # Embedding and head have two axes: three roles cut them by two, of which stages are one.
     least = 0.98 if layout.stage and (layout.tensor or layout.expert) else 1
     assert least * own <= held.shares <= own
     assert own < found.arguments <= own + held.batch
-    assert found.temporaries <= most
+    assert found.temporaries <= most * (EMITTED if layout.stage else 1)
     if layout.fsdp and (layout.by_hand or not layout.stage):
         # Sharp: with all layers gathered, or their gradients whole, it would be more.
         assert found.temporaries + held.layers > most
