@@ -15,7 +15,8 @@ EVERY = [
 
 def _refused(case):
     """Whether a Layout refuses it, since XLA's partitioner dies of it."""
-    return case[-1] == "compiler" and "stage" in case and len(case) > 3
+    beside = {*case[:-1]} - ({"stage"} if {"tensor", "fsdp"} & {*case} else {"stage", "data"})
+    return case[-1] == "compiler" and "stage" in case and len(beside) > 1
 
 
 COMBINED = [case for case in EVERY if not _refused(case)]
