@@ -772,6 +772,8 @@ def test_stages_by_the_compiler_beside_two_roles_are_refused(roles):
     )
     with pytest.raises(ValueError, match=f"with stages beside {', '.join(roles)}: XLA's"):
         layouts.Layout(grid, stage="stage", by="compiler", **named)
+    of_one = mesh.make(**{"stage": 2, roles[0]: 1, roles[1]: 2})
+    layouts.Layout(of_one, stage="stage", by="compiler", **named)  # cuts nothing, so it may stand
 
 
 def test_between_the_two_programs_of_a_stage_nothing_waits_on_the_host():

@@ -210,8 +210,9 @@ class Layout:
             f"attention={self.attention!r} is an order of the sequence for rings by hand; by the "
             f"compiler, which sees whole sequences, leave it out.",
         )
-        apart = ("stage",) if self.tensor or self.fsdp else ("stage", "data")
-        beside = [role for role in self.roles() if role not in apart]
+        beside = [role for role in self.roles() if role != "stage" and self.size(role) > 1]
+        if not {"tensor", "fsdp"} & {*beside}:
+            beside = [role for role in beside if role != "data"]
         yield (
             by_compiler and self.stage and len(beside) > 1,
             f"by='compiler' with stages beside {', '.join(beside)}: XLA's partitioner ends the "
