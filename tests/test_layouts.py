@@ -766,10 +766,8 @@ def test_an_optimizer_that_evaluates_the_loss_again_is_an_error():
 @pytest.mark.parametrize("roles", [("data", "fsdp"), ("fsdp", "context"), ("data", "tensor")])
 def test_stages_by_the_compiler_beside_two_roles_are_refused(roles):
     """XLA ends the process: of JAX 0.12 beside data and fsdp, of others beside the rest."""
-    grid, named = (
-        mesh.make(stage=2, **dict.fromkeys(roles, 2)),
-        dict(zip(roles, roles, strict=True)),
-    )
+    grid = mesh.make(stage=2, **dict.fromkeys(roles, 2))
+    named = dict(zip(roles, roles, strict=True))
     with pytest.raises(ValueError, match=f"with stages beside {', '.join(roles)}: XLA's"):
         layouts.Layout(grid, stage="stage", by="compiler", **named)
     of_one = mesh.make(**{"stage": 2, roles[0]: 1, roles[1]: 2})

@@ -490,7 +490,6 @@ REFUSED = [
     (ValueError, SPLIT, dict(microbatches=3)),
     (ValueError, TAKES, dict(loss=unmarked, schedule="zb_v", microbatches=4)),
     (ValueError, OTHER, dict(batch={"mask": X[:, 0], "x": X[:4]})),
-    (ValueError, r"contains a manual axes .*only use the mesh axis in", dict(loss=pinned)),
     (ValueError, r"aux=.* does not fit", NO_AUX),
     (TypeError, BARE, dict(loss=two)),
     (ValueError, "the batch is None, and has no arrays whose rows could", dict(batch=None)),
@@ -510,8 +509,15 @@ def test_what_a_pipeline_cannot_take_is_said_before_anything_runs(kind, message,
     arrays = all(isinstance(x, np.ndarray) for x in jax.tree.leaves(given))
     with pytest.raises(kind, match=message) as found:
         function = pipeline.value_and_grad(loss, TWO, schedule, m, **how)
-        jax.jit(function).lower(*given) if arrays else function(*given)
+        jax.eval_shape(function, *given) if arrays else function(*given)
     assert len(str(found.value)) < 600 and "Traced<" not in str(found.value)
+
+
+def test_a_constraint_along_stages_is_an_error_of_jax_before_anything_runs():
+    """Within a stage the axis of stages is taken: a loss cannot lay anything out along it."""
+    function = pipeline.value_and_grad(pinned, TWO, "gpipe", 2)
+    with pytest.raises(ValueError, match=r"(?i)manual.*stage|stage.*manual"):
+        jax.jit(function).lower(*rows_of())
 
 
 @pytest.mark.slow

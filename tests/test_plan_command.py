@@ -220,15 +220,15 @@ def test_where_nothing_fits_the_exit_status_says_so(capsys):
 @pytest.mark.parametrize(
     "flag, value, told",
     [
-        ("--model", "llama9", "model 'llama9': there is no file llama9; give a config.json"),
-        ("--chips", "v5p:4x4", "topology.chips('v5p:4x4'): a v5p lies in a torus of 3 axes"),
-        ("--chips", "h100:16", "topology.chips('h100:16'): NVLink joins the 8 GPUs of a node"),
+        ("--model", "llama9", "--model 'llama9' is no file or folder, and no name: llama3-8b,"),
+        ("--chips", "v5p:4x4", "--chips v5p:4x4: a v5p lies in a torus of 3 axes"),
+        ("--chips", "h100:16", "--chips h100:16: NVLink joins the 8 GPUs of a node of h100"),
         ("--batch", "0", "--batch 0; expected 1 or more"),
         ("--batch", "51.2", "--batch '51.2'; expected a number above 0, as in 512 rows or 4M"),
         ("--batch", "4X", "--batch '4X'; expected a number above 0, as in 512 rows or 4M tokens"),
         ("--optimizer", "muon", "the optimizer's update multiplies matrices, which layouts gather"),
         ("--sequence", "-5", "--sequence -5; expected 1 or more"),
-        ("--slices", "0", "topology.chips('v5e:4x4', slices=0): give one slice or more"),
+        ("--slices", "0", "--slices 0; expected 1 or more"),
         ("--top", "0", "--top 0; expected 1 or more"),
         ("--only", "stages=2", "--only 'stages=2'; expected sizes of roles, as in stage=4,"),
         ("--compile", "11", "--compile 11; expected 0 to --top 10"),
@@ -240,8 +240,7 @@ def test_where_nothing_fits_the_exit_status_says_so(capsys):
 def test_an_error_names_its_flag_and_what_would_do(flag, value, told, capsys):
     assert command.main([*ARGUMENTS, flag, value]) == 1
     said = capsys.readouterr()
-    assert said.out == "" and told in said.err
-    assert said.err.startswith(("shardwise: plan: ", "shardwise: topology.chips("))
+    assert said.out == "" and said.err.startswith("shardwise: plan: ") and told in said.err
 
 
 def test_only_layouts_with_the_sizes_asked_for_are_shown(capsys):

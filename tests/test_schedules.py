@@ -591,14 +591,14 @@ def test_lists_that_are_no_schedule(orders, message):
 @pytest.mark.parametrize(
     "orders, message",
     [
-        ([[(0, "F", 0)]], "microbatch 0 has F, on device 0; it needs F and B, or F, I and W"),
-        ([[(0, "F", 0), (0, "I", 0)]], "Stage 0, microbatch 0 has F, I, on device 0; it needs"),
+        ([[(0, "F", 0)]], "Stage 0, microbatch 0 has F; it needs F and B, or F, I and W"),
+        ([[(0, "F", 0), (0, "I", 0)]], "Stage 0, microbatch 0 has F, I; it needs"),
         ([[(0, "B", 0), (0, "W", 0), (0, "F", 0)]], "Stage 0, microbatch 0 has F, B, W"),
         (
             [[(0, "F", 0), (0, "B", 0), (0, "F", 0)]],
-            "Stage 0, microbatch 0 has F, F, B, on device 0; it needs .* once each",
+            r"F\(stage 0, microbatch 0\) stands twice on device 0, at positions 0 and 2",
         ),
-        ([[(0, "F", 0), (0, "B", 0), (0, "F", 1)]], "microbatch 1 has F, on device 0; it needs"),
+        ([[(0, "F", 0), (0, "B", 0), (0, "F", 1)]], "Stage 0, microbatch 1 has F; it needs"),
     ],
 )
 def test_tasks_that_are_missing_or_doubled(orders, message):

@@ -167,8 +167,9 @@ def test_roles_together_hold_no_more(case):
 
 
 # With fusion emitters, which these tests turn off where JAX lets them, XLA for CPU copies some of
-# what a stage's tasks leave: 1.28 times the bound was seen on JAX 0.12.
-EMITTED = 1.3 if "fusion_emitters" not in os.environ["XLA_FLAGS"] else 1
+# what waits between a stage's tasks. Seen on JAX 0.12, of two layouts: shares of their slots.
+EMITTED = {frozenset(("stage", "fsdp", "expert")): 0.24, frozenset(("stage", "data", "fsdp")): 0.59}
+EMITS = "fusion_emitters" not in os.environ["XLA_FLAGS"]
 
 
 def law(layout):
@@ -180,7 +181,8 @@ def law(layout):
     least = 0.98 if layout.stage and (layout.tensor or layout.expert) else 1
     assert least * own <= held.shares <= own
     assert own < found.arguments <= own + held.batch
-    assert found.temporaries <= most * (EMITTED if layout.stage else 1)
+    copied = EMITTED.get(frozenset(layout.roles()), 0) if EMITS and layout.by_hand else 0
+    assert found.temporaries <= most + copied * held.slots()
     if layout.fsdp and (layout.by_hand or not layout.stage):
         # Sharp: with all layers gathered, or their gradients whole, it would be more.
         assert found.temporaries + held.layers > most

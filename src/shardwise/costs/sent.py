@@ -64,6 +64,11 @@ def _attention(part):
     return context.ring("context", apart=r.stage > 1).bytes_sent(r.context, k, k)
 
 
+def ticks(part: Part) -> int:
+    """The ticks of a step by 1f1b, of which a forward task takes one and a backward one two."""
+    return 3 * (part.roles.microbatches + part.roles.stage - 1)
+
+
 def passed(part: Part) -> tuple[float, float]:
     """Bytes of (an activation, its cotangent) on their way round the ring of stages, whole along
     tensor; with what all routers before decided, for the last stage's balance of experts.
@@ -81,8 +86,7 @@ def sends(part: Part) -> tuple[float, float]:
     the last; of what no axis divides, these are summed.
     """
     m, n = part.roles.microbatches, part.roles.stage
-    ticks = 3 * (m + n - 1)  # one of a forward task, two of a backward one
-    moved = ticks * sum(passed(part))
+    moved = ticks(part) * sum(passed(part))
     for share in part.held():
         if share.stages == 1:
             moved += 2 * share.elements * WIDE * (n - 1) / n

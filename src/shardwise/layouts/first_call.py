@@ -92,9 +92,9 @@ def refuse(compiled: Any, layout: Layout, who: str) -> None:
     program = hlo.parse(compiled.as_text())
     places = list(layout.auto.axis_names).index(layout.stage[0])
     stage_of = np.indices(layout.auto.devices.shape)[places].ravel()
-    every = (op for body in program.computations.values() for op in body.instructions.values())
-    tasks = (op for op in every if op.opcode == "while" and turns_said(op.source))
-    for op in (inner for task in tasks for inner in _within(program, task)):
+    loops = (op for op in program.instructions if op.opcode == "while")
+    tasks, seen = [op for op in loops if turns_said(op.source)], set()
+    for op in (inner for task in tasks for inner in _within(program, task, seen)):
         if op.opcode.removesuffix("-start") == "collective-permute":
             what = "a permute, for which all devices wait"
         elif "replica_groups" in op.attributes and any(
@@ -112,10 +112,13 @@ def refuse(compiled: Any, layout: Layout, who: str) -> None:
         )
 
 
-def _within(program: Program, op: Instruction) -> Iterator[Instruction]:
-    """All instructions that this one runs, be it a loop, a conditional or a call."""
-    for name in (op.says("body"), op.says("condition"), *op.called, *op.branches):
-        body = program.computations.get(name.lstrip("%"))
-        for inner in body.instructions.values() if body else ():
+def _within(program: Program, op: Instruction, seen: set[str]) -> Iterator[Instruction]:
+    """All instructions that this one runs, be it a loop, a conditional or a call, but those of
+    computations that were `seen`, to which it adds.
+    """
+    named = (op.says("body"), op.says("condition"), *op.called, *op.branches)
+    for name in {name.lstrip("%") for name in named} & program.computations.keys() - seen:
+        seen.add(name)
+        for inner in program.computations[name].instructions.values():
             yield inner
-            yield from _within(program, inner)
+            yield from _within(program, inner, seen)

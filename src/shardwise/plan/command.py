@@ -98,8 +98,8 @@ def main(argv: Sequence[str]) -> int:
             _refuse(asked, "days", "needs --tokens, such as 15T")
         return _survey(asked, tx)
     _refuse(asked, "memory-of tokens count days", "asks which chips would do; leave --chips out")
-    chips = topology.chips(asked.chips, asked.slices)
-    rows, read = _rows(asked.batch, asked.sequence, chips.devices), published.read(asked.model)
+    chips = _chips(asked)
+    rows, read = _rows(asked.batch, asked.sequence, chips.devices), _config(asked.model)
     found = plan(read.config, chips, rows, asked.sequence, optimizer=tx)
     return _show(asked, found, asked.model, read.notes)
 
@@ -150,7 +150,7 @@ def _survey(asked, tx):
     tokens = _number("--tokens", asked.tokens, "15T or 2e12") if asked.tokens else 0.0
     of = asked.memory_of and re.sub("(?i)(gi?)?b?$", "", asked.memory_of)
     memory = of and _number("--memory-of", of, "16GB")
-    read, counts = published.read(asked.model), (int(low), int(high))
+    read, counts = _config(asked.model), (int(low), int(high))
     found = survey(read.config, rows, asked.sequence, counts, memory, tokens, days, tx)
     _tell(_surveyed(found, tokens), asked.model, read.notes)
     return 0 if found else 1
@@ -224,7 +224,7 @@ def _tell(text, model, notes):
 
 
 def _own(asked):
-    chips, file = topology.chips(asked.chips, asked.slices), asked.own
+    chips, file = _chips(asked), asked.own
     if not file.is_file():
         raise ValueError(f"plan: --own {file}: there is no such file.")
     names = runpy.run_path(str(file))
@@ -267,3 +267,21 @@ def _sizes(flag, given):
             f"are {', '.join(ORDER)}."
         )
     return {role: int(size) for role, _, size in pairs}
+
+
+def _config(model):
+    if model in published.PRESETS or Path(model).exists():
+        return published.read(model)
+    raise ValueError(
+        f"plan: --model {model!r} is no file or folder, and no name: "
+        f"{', '.join(published.PRESETS)} are known."
+    )
+
+
+def _chips(asked):
+    _positive("slices", asked.slices)
+    try:
+        return topology.chips(asked.chips, asked.slices)
+    except ValueError as error:
+        told = str(error).partition(": ")[2]
+        raise ValueError(f"plan: --chips {asked.chips}: {told}") from None

@@ -27,7 +27,8 @@ class Side(NamedTuple):
 
     def bandwidth(self, chip: Chip) -> float:
         """The bytes/s that a device sends in a ring collective, in all directions there are."""
-        ways = 2 if self.size * self.stride == self.whole and chip.is_ring(self.whole) else 1
+        closed = not self.on_chip and chip.is_ring(self.whole)
+        ways = 2 if closed and self.size * self.stride == self.whole else 1
         return ways * self.lane(chip)
 
     def lane(self, chip: Chip) -> float:

@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import json
 import math
-import operator
 import os
 import sys
 import time
@@ -61,7 +60,9 @@ def read(file: Path) -> list[dict[str, Any]]:
     for number, text in enumerate(texts, 1):
         try:
             line = json.loads(text)
-            float(line["loss"]), operator.index(line["step"])
+            if type(line["step"]) is not int:
+                raise ValueError("its step is no whole number")
+            float(line["loss"])
             found.append(line)
         except (ValueError, TypeError, KeyError):
             if text.strip() and number < len(texts):

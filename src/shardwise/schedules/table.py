@@ -144,14 +144,22 @@ def run_order(schedule: Schedule) -> list[Task]:
 
 
 def _check_each_once(schedule):
-    found = collections.Counter(itertools.chain.from_iterable(schedule.tasks))
+    seen = {}
+    for device, order in enumerate(schedule.tasks):
+        for position, task in enumerate(order):
+            if task in seen:
+                raise ValueError(
+                    f"{task} stands twice on device {device}, at positions {seen[task]} and "
+                    f"{position}; take one out."
+                )
+            seen[task] = position
     counts = range(schedule.microbatches), range(schedule.stages)
     for microbatch, stage in itertools.product(*counts):
-        has = "".join(kind * found[stage, kind, microbatch] for kind in KINDS)
+        has = "".join(kind for kind in "FBIW" if Task(stage, kind, microbatch) in seen)
         if has not in ("FB", "FIW"):
             raise ValueError(
-                f"Stage {stage}, microbatch {microbatch} has {', '.join(has) or 'no task'}, on "
-                f"device {schedule.device_of[stage]}; it needs F and B, or F, I and W, once each."
+                f"Stage {stage}, microbatch {microbatch} has {', '.join(has) or 'no task'}; it "
+                f"needs F and B, or F, I and W."
             )
 
 

@@ -33,10 +33,9 @@ def main(argv: Sequence[str], program: Sequence[str] = (sys.executable, "-m", "s
         program = [sys.executable] if words[0].endswith(".py") else program
         return launcher.launch([*program, *words])
     except ImportError as missing:
-        needs = {Slurm: "submitit", Ray: "ray[train]"}.get(type(launcher))
-        if needs is None:
+        if isinstance(launcher, Local):
             raise
-        told = f'{missing}; pip install "{needs}"'
+        told = f'{missing}; pip install "{launcher.needs}"'
     except Refused as refused:
         told = refused
     print(f"shardwise launch: {told}", file=sys.stderr)

@@ -14,7 +14,9 @@ PR_SET_PDEATHSIG = 1  # of linux/prctl.h; it outlives exec, and no signal handle
 if __name__ == "__main__":
     starter, *program = sys.argv[1:]
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
         if os.getppid() != int(starter):  # it died before the line above
             sys.exit(f"process {starter}, which started this one, is gone")
     os.execv(program[0], program)

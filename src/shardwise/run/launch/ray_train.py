@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from shardwise.run.launch import local
 from shardwise.run.launch.local import Refused
@@ -21,6 +21,8 @@ class Ray:
     meet at the first one's address. The run folder lies where all workers see it. Tried on CPU with
     a Ray of one machine, on no cluster and no accelerator.
     """
+
+    needs: ClassVar[str] = "ray[train]"  # to be installed
 
     workers: int = 2
     cpus_per_worker: float = 1.0

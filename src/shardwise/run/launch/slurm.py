@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from shardwise.run.launch import local
 from shardwise.run.launch.local import Refused
@@ -24,6 +24,8 @@ class Slurm:
     before the end of the job's time: the run saves, and is queued again. Tried with two nodes on
     one machine (`make engines`), on no cluster. The run folder lies where all nodes see it.
     """
+
+    needs: ClassVar[str] = "submitit"  # to be installed
 
     nodes: int = 1
     tasks_per_node: int = 1
