@@ -44,8 +44,11 @@ def test_docstrings_become_rst():
 
 A batch is a dict of arrays [batch, seq]:
   tokens: int32, the bytes
-    to predict from;
+    to: predict from;
   mask:   1 where `real`.
+
+- one thing,
+  with: a colon.
 
 Bind it:
 
@@ -60,8 +63,11 @@ Raises:
         "A batch is a dict of arrays [batch, seq]:",
         "",
         "  - ``tokens``: int32, the bytes",
-        "    to predict from;",
+        "    to: predict from;",
         "  - ``mask``: 1 where ``real``.",
+        "",
+        "- one thing,",
+        "  with: a colon.",
         "",
         "Bind it::",
         "",
@@ -70,6 +76,15 @@ Raises:
         "",
         "Raises:",
         "  ValueError: a ``size`` below 1.",
+    ]
+
+
+def test_values_in_docstrings_become_code():
+    """So their quotes stay straight, to be copied."""
+    text = """By "hand", of "a b" or "", and ``f("x")`` of `n`×`m` and `p("y")`, not 5" or "z"s."""
+    assert to_rst([text]) == [
+        """By ``"hand"``, of ``"a b"`` or ``""``, and ``f("x")`` of ``n``\\ ×\\ ``m`` and """
+        """``p("y")``, not 5" or "z"s."""
     ]
 
 

@@ -1,18 +1,22 @@
 """The pages of the API: docstrings, and the table of the package's modules.
 
 Docstrings are written as plain text that reads well in an editor; here they become RST. `name` is
-code; an indented block after a colon is a list where its lines start with `word:`, and code
-otherwise. Sections such as `Raises:` are left to napoleon, which runs after this.
+code, and so is a value in double quotes, "name"; an indented block after a colon is a list where
+its lines start with `word:`, and code otherwise. Sections such as `Raises:` are left to napoleon,
+which runs after this.
 """
 
 import ast
+import inspect
 import re
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.ext.autodoc import ClassDocumenter
 from sphinx.util.docutils import SphinxDirective
 
 from . import failures
@@ -20,26 +24,28 @@ from .times import link, table
 
 SECTION = re.compile(r"(Raises|Returns|Yields|Args|Attributes|Example|Note):$")
 ITEM = re.compile(r"(\s+)([\w, ]+):\s+(.*)")
-CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
+CODE = re.compile(r'``.+?``|(?<!`)`([^`]+)`(?!`)|(?<![\w"])("(?! )[^"`]*(?<! )")(?![\w"])')
 
 
 def to_rst(lines: Sequence[str]) -> list[str]:
     """The lines of one docstring, in place of which Sphinx reads what is returned."""
-    out, block, previous = [], None, ""  # block: what the lines are in: None, "list" or "code"
+    out, block, previous = [], None, ""  # block: what the lines are in, such as "list" or "code"
+    margin = 0  # of a list: where the text after a bullet begins
     for line in lines:
         indented, item = line.startswith(" ") and line.strip(), ITEM.match(line)
         if line.strip() and not indented:
-            block = "section" if SECTION.match(line) else None
+            kinds = {"section": SECTION.match(line), "bullets": line.startswith("- ")}
+            block = next((kind for kind, found in kinds.items() if found), None)
         elif indented and block is None and not previous.endswith("::"):
             block = "list" if item else "code" if previous.endswith(":") else None
             while block == "code" and out and not out[-1].strip():
                 out.pop()
             if block == "code":
                 out[-1:] = [out[-1] + ":", ""]
-            elif item and out and out[-1].strip():
-                out.append("")
-        if block == "list" and item:
-            margin = len(item[1]) + 2  # where the text after the bullet begins
+            elif item:
+                margin = len(item[1]) + 2
+                out += [""] * bool(out and out[-1].strip())
+        if block == "list" and item and len(item[1]) + 2 == margin:
             out.append(f"{item[1]}- ``{item[2]}``: {_code(item[3])}")
         elif block == "list" and indented:
             out.append(" " * margin + _code(line.strip()))
@@ -50,16 +56,41 @@ def to_rst(lines: Sequence[str]) -> list[str]:
 
 
 def _code(line):
-    return CODE.sub(r"``\1``", line)
+    def literal(found):
+        if not (inside := found[1] or found[2]):
+            return found[0]
+        around = line[: found.start()][-1:], line[found.end() :][:1]
+        before, after = ("\\ " * _is_glued(character) for character in around)
+        return f"{before}``{inside}``{after}"
+
+    return CODE.sub(literal, line)
+
+
+def _is_glued(character):
+    """Whether RST takes no code beside this character, as in `a`×`b`."""
+    return bool(character.strip()) and not unicodedata.category(character).startswith("P")
 
 
 def convert(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     lines[:] = to_rst(lines)
+    if what in ("attribute", "data", "property"):
+        lines[:0] = ["..", ""]  # a comment: napoleon takes words before a first colon for a type
 
 
 def skip(app: Sphinx, what: str, name: str, obj: Any, skipped: bool, options: Any) -> bool | None:
     """A named tuple's fields, of which Python itself says only their number."""
     return True if (getattr(obj, "__doc__", "") or "").startswith("Alias for field") else None
+
+
+class Renamed(ClassDocumenter):
+    """Shows a class under the name by which a module offers it, as `context.ring`; not as an alias
+    of another, of which readers know nothing.
+    """
+
+    def import_object(self, raiseerror: bool = False) -> bool:
+        found = super().import_object(raiseerror)
+        self.doc_as_attr = found and self.doc_as_attr and not inspect.isclass(self.object)
+        return found
 
 
 class ModuleTable(SphinxDirective):
@@ -88,4 +119,5 @@ def modules(package: Path) -> dict[str, str]:
 def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", convert, priority=400)
     app.connect("autodoc-skip-member", skip)
+    app.add_autodocumenter(Renamed, override=True)
     app.add_directive("module-table", ModuleTable)
