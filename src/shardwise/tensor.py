@@ -37,11 +37,12 @@ def table(axis: Axes) -> dict[str, Axes]:
 def activations(
     axis: Axes, rows: Axes = None, context: Axes = None, sequence: bool = False
 ) -> dict[str, P]:
-    """The specs by the names of the model's marks: rows over `rows`, tokens over `context`.
+    """A dict from names in a model's `marks.constrain` to the PartitionSpecs of these activations.
 
-    With `sequence`, tokens are cut over `axis` too between the products. Then what enters attention
-    and the MLP and what is cut inside them is pinned as well: left free, XLA for CPU keeps the
-    tokens cut there, and gathers weights.
+    Rows are cut over `rows`, tokens over `context`, and logits over `axis` too. With `sequence`,
+    tokens are cut over `axis` as well between the products. Then what enters attention and the MLP
+    and what is cut inside them is pinned, too: left free, XLA for CPU keeps the tokens cut there,
+    and gathers weights.
     """
     tokens = (*axes_of(context), *axes_of(axis)) if sequence else axes_of(context)
     between = ("embedding_output", "attention_output", "mlp_output")
@@ -103,20 +104,24 @@ def collectives(
     sums_again: bool = False,
     mlp: bool = True,
 ) -> dict[str, list[Op]]:
-    """{field of `BytesSent`: the collectives} of a step, forward and backward, over `n` devices
-    with `rows`×`length` tokens together.
+    """A dict of the collectives of a step, forward and backward, along an axis of `n` devices.
 
-    A layer sums an activation, of rows × length × embed entries, four times: after attention and
-    after the MLP, and backward before each; without `mlp`, around attention alone. The embedding
-    does once forward, the head once backward, and the loss three float32 numbers of each token.
-    `normed_heads` is how many norms of a layer are over all heads, which the axis cuts: each sums a
-    number of each token, each way.
+    Its keys are "embedding", "layers", "head", "loss" and "norms". Its values are lists of
+    collectives, each with its `kind`, the `arrays` that a device puts in, how often it runs
+    (`trips`), and the `ring_bytes` that a device sends in all. The n devices have the same `rows` ×
+    `length` tokens, and activations have `itemsize` bytes an entry.
+
+    A layer sums an activation, rows × length × embed entries, four times: after attention and
+    after the MLP, and backward before each; without `mlp`, around attention alone. So does the
+    embedding once, forward, and the head once, backward; the loss sums three float32 numbers of
+    each token. `normed_heads` is the number of a layer's norms that run over all heads, which the
+    axis cuts: each sums one float32 of each token, forward and backward.
 
     With `sequence` a sum of an activation becomes a gather and a scatter, and the gradients of the
-    norms' scales are summed: `scales` bytes, by default two in each layer and one last. Then what
-    enters a product, the head's too, may be not kept but gathered once more (`gathers_again`), and
-    what leaves attention scattered once more (`sums_again`; without `sequence` summed). Nothing
-    needs what leaves the MLP.
+    norms' scales are summed: `scales` bytes, by default those of two float32 scales in each layer
+    and one last. A rematerialised layer may gather once more what enters its products, as the head
+    may (`gathers_again`), and scatter, or without `sequence` sum, once more what leaves attention
+    (`sums_again`). Nothing needs what leaves the MLP.
     """
     blocks, activation, dtype = 1 + mlp, (rows, length, embed), DTYPES[itemsize]
     again = {"all-reduce": sums_again}
@@ -151,7 +156,9 @@ def bytes_sent(
 ) -> BytesSent:
     """The bytes that one device sends in a step, forward and backward, around a ring of `n`.
 
-    Those of `collectives`, which takes the same arguments, also `more` and `options`.
+    What comes back has the sum of the `ring_bytes` in each list of `collectives`, as `.embedding`,
+    `.layers`, `.head`, `.loss` and `.norms`, and as `.total` that of all. `more` and `options` are
+    further arguments of `collectives`.
     """
     found = collectives(n, rows, length, embed, layers, *more, **options)
     return BytesSent(**{of: sum(op.ring_bytes for op in ops) for of, ops in found.items()})

@@ -22,8 +22,8 @@ class Roles:
 
     `expert` is an axis of its own, along which all but the experts is whole. With tensor the
     sequence is cut between its products. With `remat` a layer is recomputed in the backward pass
-    from what enters it; with `products` from these too, with its weights, which are kept; with
-    `offload` what enters waits on the host meanwhile.
+    from what enters it; with `products` too, the results of products with its weights are kept, and
+    not computed again; with `offload` too, what enters waits on the host meanwhile.
     """
 
     stage: int = 1
@@ -39,12 +39,12 @@ class Roles:
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
-        """A dict of the number of devices of each role above 1, in the order of the mesh."""
+        """A dict from each role above 1 to its number of devices, in the order of the mesh."""
         return {role: n for role in ORDER if (n := getattr(self, role)) > 1}
 
     @property
     def axes(self) -> dict[str, int]:
-        """The axes of the layout's mesh, one for each role above 1, by its name; one at least."""
+        """The sizes of the mesh's axes by role, as in `sizes`; {"data": 1} for one device."""
         return self.sizes or {"data": 1}
 
     @property
@@ -53,7 +53,7 @@ class Roles:
         return self.data * self.fsdp * self.expert
 
     def has(self, sizes: Mapping[str, int]) -> bool:
-        """Whether each of these roles has so many devices."""
+        """Whether roles have the numbers of devices in `sizes`, {role: number}."""
         return all(getattr(self, role) == n for role, n in sizes.items())
 
     def __str__(self):
@@ -108,7 +108,7 @@ class Share(NamedTuple):
 
     @property
     def used(self) -> int:
-        """The elements in a step: what is in no layer, stages gather before the first tick."""
+        """The elements in a step. Stages gather what is in no layer before the first tick."""
         return self.elements * (1 if self.array.stacked else self.stages)
 
     @property

@@ -73,7 +73,7 @@ class Ledger(dict[tuple[tuple[str, ...], str], float]):
 
     @property
     def along(self) -> dict[tuple[str, ...], float]:
-        """{axes: the bytes along them}, of all kinds, in the order of the mesh."""
+        """A dict from axes to the bytes along them, of all kinds, in the order of the mesh."""
         found: dict[tuple[str, ...], float] = {}
         place = list(self.sizes).index
         for axes, kind in sorted(self, key=lambda key: [*map(place, key[0])]):

@@ -103,8 +103,8 @@ class Memory:
 
     @property
     def most(self) -> float:
-        """What has to fit: the total with what a GPU may have `beside`, and 2 % for what that count
-        misses; of TPUs, and of stages, which were not seen on a GPU, the total.
+        """The bytes that have to fit. For a GPU they are the total with what may be `beside`, and
+        2 % for what that misses; for TPUs, and for stages, which were not seen on a GPU, the total.
         """
         if not self.terms.beside:
             return self.total

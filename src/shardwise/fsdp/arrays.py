@@ -53,7 +53,7 @@ class ArrayLayout(NamedTuple):
 def rule(axis: Axes = "fsdp", **settings: Any) -> rules.FSDPRule:
     """The rule of FSDP by hand: each array is cut along the first of its axes that divides.
 
-    An array of which none divides stays whole. `settings` are others of `rules.FSDPRule`.
+    An array of which none divides stays whole. `settings` are further ones of `rules.FSDPRule`.
     """
     return rules.FSDPRule(axis, **dict(min_size=0, pick="first", uneven="replicate") | settings)
 

@@ -39,16 +39,18 @@ def value_and_grad(
 ) -> Callable:
     """A function of `(params, batch, *args, key=None)`: the mean over the batch, and its gradient.
 
-    The loss is written for one device: it, `has_aux`, `aux` and `microbatches` are as in
-    `objective.value_and_grad`, but that rows of "concatenate" stay cut. `params` lie as `rule` says
-    (`rules.place(params, rule, mesh)`), and so does the gradient; the rows of `batch` are cut over
-    `replicate` and the rule's axis, and `args` are the same on every device.
+    The loss is written for one device. `loss`, `has_aux`, `aux` and `microbatches` are as in
+    `objective.value_and_grad`, except that the rows of an aux joined by "concatenate" stay cut.
+    `params` lie as `rule` says (`rules.place(params, rule, mesh)`), and so does the gradient; the
+    rows of `batch` are cut over `replicate` and the rule's axis, and `args` are the same on every
+    device.
 
     A stacked array is gathered at `marks.use`, one layer at a time, and until then must not be
     read. If the layer is rematerialised (`jax.checkpoint` around the body that calls `use`), it is
     gathered again in the backward pass, 3Ψ(n-1)/n bytes in all; if not, the gathered layers are
     kept, for 2Ψ(n-1)/n. An array that is not stacked is gathered at `use` too if all its readers
-    call it, and else before the loss: for the compiler the same, unless rematerialised.
+    call it, and else before the loss; the compiler makes the same of both, unless a layer is
+    rematerialised.
 
     Other axes of the mesh are left to the compiler: parameters may be laid out over them
     (the rule's `over=`), and activations, by the loss itself or by a meaning of `marks.constrain`.
@@ -56,17 +58,18 @@ def value_and_grad(
     The function is jitted; within another jit it takes parameters to lie as `rule` says.
 
     Args:
-      rule: how parameters are cut; or the mesh axis alone, or several, together one, along which
-        they are as `fsdp.rule` says.
-      apart: the rule by which arrays are cut along axes by hand and never gathered: `experts`.
+      rule: how parameters are cut; or only the mesh axis, or several as one, along which they are
+        cut as `fsdp.rule` says.
+      apart: a rule for arrays that stay cut along axes by hand and are never gathered, as experts.
       replicate: mesh axes over which the shards are copied (hybrid sharding); gradients are summed
         over them too.
       columns: mesh axes over which the sequence is cut, axis 1 of each array of the batch that has
         two or more. Tokens then see each other in `marks.attend` alone, by a meaning that knows
         these axes; the loss has to return an `objective.Mean`.
-      order: (sequence, parts) to the order in which the sequence is cut, as `context.zigzag`.
-      meanings: of marks, {mark: meaning}, such as attend=context.ring("context").
-      who: the function that was called, which errors name.
+      order: a function of (size, parts) that returns the order in which the sequence is cut, such
+        as `context.zigzag`; default the sequence's own.
+      meanings: {mark: meaning} to bind for the loss, such as `{"attend": context.ring("context")}`.
+      who: the name of the function that was called, for errors.
       zero: ZeRO's number. 3 as above; 2 gathers all before the loss and scatters the gradients of
         each microbatch, at `marks.use` where it can, so that they are never all whole; 1 sums the
         microbatches' gradients whole, and scatters once.
@@ -76,8 +79,10 @@ def value_and_grad(
     Raises, when called:
       ValueError: an axis that the mesh lacks, parameters that lie otherwise, rows or a sequence
         that do not divide, a stacked array that is read outside `use`, a further mesh axis that
-        nothing uses; what `objective` says of a loss in several parts.
-      TypeError: an array that has no gradient, or the loss returns something else.
+        nothing uses; with several microbatches, a count that depends on the parameters.
+      Indivisible: `columns`, and a loss that returns one scalar (a ValueError).
+      TypeError: a parameter that has no gradient, as integers have none; a loss that returns
+        neither a Mean nor a scalar.
     """
     given, mesh = mesh, meshes.auto(mesh)
     rule = rule if isinstance(rule, rules.FSDPRule) else rule_along(rule)

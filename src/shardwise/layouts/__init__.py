@@ -10,7 +10,8 @@ A `Layout` gives the axes of a mesh their roles, and roles combine:
     layouts.whole(layout, params)                               # as one device has them
 
 The loss knows of no layout. Every combination has one device's loss and gradients; they differ in
-what a device holds, and in what it sends. `LAYOUTS` has them by name.
+what a device holds, and in what it sends. `LAYOUTS` has many by name, as functions of the number of
+devices, such as `LAYOUTS["fsdp, tensor"](8)`.
 """
 
 from shardwise.layouts.catalogue import LAYOUTS

@@ -22,7 +22,7 @@ _VALUES = {
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The role of each axis of `mesh`. A role takes one mesh axis or a tuple of them, together one.
+    """The role of each axis of `mesh`. A role takes one mesh axis, or a tuple of them as one.
 
     The mesh's axes may be Auto, as `mesh.make` makes them, or Explicit, JAX's own default: arrays
     that come out have the types of the mesh that was given, also within the caller's own jit.
@@ -31,9 +31,10 @@ class Layout:
       data: rows are cut, parameters are whole; gradients are summed.
       fsdp: rows are cut, and so is each parameter of `min_size` elements or more, which is gathered
         where it is used (Rajbhandari et al., 2020).
-      tensor: products are cut by the logical axes in `cut`; by the compiler (Shoeybi et al., 2019).
+      tensor: matrices are cut along the logical axes in `cut`, and so are their products, always by
+        the compiler (Shoeybi et al., 2019).
       expert: rows are cut, and the logical axis "experts": tokens travel (`shardwise.experts`). It
-        may be an axis of `data` or `fsdp` too; along its own, all other parameters are whole.
+        may be an axis of `data` or `fsdp` too; along one of its own, other parameters are whole.
       context: the sequence is cut, axis 1 of each array of the batch that has two or more; tokens
         see each other in `marks.attend` (Liu et al., 2023).
       stage: the layers are cut at `marks.stage_boundary`, and run by `schedule`, all stages in one
@@ -42,30 +43,35 @@ class Layout:
     Further settings:
       by: "hand", where data, fsdp, expert and context are collectives written out, in one
         shard_map; or "compiler", which has all but stages, with arrays and activations pinned.
-      zero: ZeRO's number; below 3 parameters are gathered once a step, or are whole.
+      zero: ZeRO's number, 1, 2 or 3; below 3 parameters are gathered once a step, or with
+        `by="compiler"` stay whole.
       min_size: arrays of fewer elements stay whole along `fsdp`.
-      uneven: "replicate" leaves an array whole of which no axis divides along `fsdp`, which
-        `predict` tells; "error" refuses it.
+      uneven: what becomes of an array of which no axis divides along `fsdp`: "replicate" leaves it
+        whole, which `predict` tells; "error" refuses it.
       stacked: a predicate on the paths of arrays with a leading axis of layers, never cut along
         `fsdp`, and by hand gathered one at a time; by default names that the tree carries tell.
       cut: the logical axes that `tensor` cuts.
       over: a rule for the tensor axis instead, for trees that carry no names.
-      sequence: Megatron's sequence parallelism: between the products, activations are cut along the
-        sequence over the tensor axis (Korthikanti et al., 2022).
+      sequence: whether activations between the products are cut along the sequence over the tensor
+        axis, which is Megatron's sequence parallelism (Korthikanti et al., 2023).
       attention: how `context` runs by hand: "ring", or that in "striped" or "zigzag" order;
         "all_gather"; "ulysses"; or a function of the axis to a meaning of `marks.attend`.
       kernel: what computes attention where a device sees whole sequences, so without `context` or
         with "ulysses": a meaning of `marks.attend`, such as `context.splash()` on TPUs.
       dispatch: how tokens reach experts by hand: "all_to_all", "gather" or "ragged", or a function
         of the axis and `sequence=` to a meaning of `marks.experts`.
-      exact: a number of blocks of rows, a power of two that the devices divide, for which losses,
-        gradients, parameters and optimizer state are the same bits on every mesh, under every role
-        and setting, on one kind of chip and release of XLA. Arrays lie between steps as roles say;
-        a step gathers them whole (`shardwise.layouts.exact`), outside of the caller's jit.
+      schedule: the order of the stages' tasks: a key of `schedules.SCHEDULES`, a
+        `schedules.Schedule`, or a list of tasks for each device.
       microbatches, dtype, reduce_dtype: as in `fsdp.value_and_grad`.
-      remat: a policy of `jax.checkpoint_policies`, for what the loss marks by `marks.layer`; what
-        enters a layer, its first argument, has the name "layer_input" there. Policies may offload,
-        from "device" to "pinned_host": `layouts.offload` that name, and computes all else again.
+      remat: a policy of `jax.checkpoint_policies` for the layers that the loss marks by
+        `marks.layer`; None, the default, leaves them as they are. What enters a layer, its first
+        argument, has the name "layer_input" there. A policy may offload, from "device" to
+        "pinned_host": `layouts.offload` offloads that name, and computes all else again.
+      exact: the number of blocks that a batch's rows are cut into, a power of two and a multiple of
+        the number of devices; 0 for none. Losses, gradients, parameters and optimizer state then
+        are the same bits on every mesh, under every role and setting, on one kind of chip and
+        release of XLA. Arrays lie between steps as roles say; a step gathers them whole, and cannot
+        stand within the caller's jit.
 
     Raises:
       ValueError: an axis without a role, with two, or that the mesh lacks; no such value of a
@@ -109,7 +115,7 @@ class Layout:
 
     @functools.cached_property
     def auto(self) -> Mesh:
-        """The mesh with Auto axes, over which all is laid out; `mesh` may have Explicit ones."""
+        """The mesh with Auto axes, over which arrays lie; `mesh` may have Explicit ones."""
         return meshes.auto(self.mesh)
 
     @property
@@ -120,12 +126,12 @@ class Layout:
 
     @property
     def by_hand(self) -> bool:
-        """Whether collectives are written out: where `by` says so, and an axis asks for one."""
+        """Whether collectives are written out, as `by` says, where an axis cuts the batch."""
         return self.by == "hand" and bool(self.divided)
 
     @property
     def divided(self) -> tuple[str, ...]:
-        """The mesh axes over which batches are cut: the sequence, and rows."""
+        """The mesh axes over which batches are cut, along the sequence and along rows."""
         return (*self.context, *self.rows)
 
     @property
@@ -143,7 +149,7 @@ class Layout:
         return self.parts(getattr(self, role))
 
     def roles(self) -> dict[str, tuple[str, ...]]:
-        """{role: its mesh axes}, of those that have any."""
+        """A dict from each role that has mesh axes to these."""
         return {role: getattr(self, role) for role in ROLES if getattr(self, role)}
 
     def __str__(self):

@@ -66,7 +66,10 @@ _ENTERING_TO_HOST = jax.checkpoint_policies.save_and_offload_only_these_names(
 
 
 def offload(primitive: Any, *given: Any, **params: Any) -> Any:
-    """A `Layout(remat=...)`: what enters layers waits on the host, all else is computed again."""
+    """A policy for `Layout(remat=layouts.offload)`, which JAX calls.
+
+    What enters layers waits on the host, and all else is computed again.
+    """
     return _ENTERING_TO_HOST(primitive, *given, **params)
 
 

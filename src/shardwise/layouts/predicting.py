@@ -42,33 +42,35 @@ def predict(
     has_aux: bool = False,
     stage: int = 0,
 ) -> Prediction:
-    """The bytes of one device, for parameters and a batch, of which shapes count.
+    """The bytes that one device holds and sends, by formula; `params` and `batch` may be shapes.
 
-    `held` has those between steps, by what (`tx` adds its state), `sent` the ring bytes of a step,
-    by mesh axes: a reduction over several counts once, for these together, in the mesh's order, as
-    in `measure.by_axis`. `whole` has by path what it costs that no axis of an array divides along
-    fsdp. `remat` says whether layers are rematerialised, by default whether the layout does it.
+    What comes back prints as a table. Its `.held` has the bytes between steps, as a dict of
+    "parameters", "batch" and, with `tx`, "state". Its `.sent` maps tuples of mesh axes, in the
+    mesh's order, to the ring bytes of a step; a reduction over several axes counts once, for these
+    together, as in `measure.by_axis`. Its `.whole` maps the path of an array that is whole along
+    fsdp, since no axis of it divides, to the bytes that this costs. `remat` says whether layers are
+    rematerialised, by default whether the layout does it.
 
-    What runs along axes by hand is exact in the lowered program (with stages beside tensor, where
-    the compiler cuts what fsdp sends, not there), and in the compiled one for CPU: parameters,
-    their gradients, attention, by the parameters' logical axes heads, kv_heads and head_dim. A
-    mixture's dispatch depends on what a router chooses, and is left out (`experts.bytes_sent`).
-    Along the tensor axis it is Megatron's formula, with what layers send again of which nothing but
-    the input is kept (`tensor.bytes_sent`).
+    What runs along axes by hand is exact in the lowered program (except for stages beside tensor,
+    where the compiler cuts what fsdp sends), and in the compiled one for CPU: parameters, their
+    gradients, attention, by the parameters' logical axes heads, kv_heads and head_dim. A mixture's
+    dispatch depends on what a router chooses, and is left out (`experts.bytes_sent`). Along the
+    tensor axis it is Megatron's formula (`tensor.bytes_sent`), with what rematerialised layers send
+    again.
 
     By the compiler, `held` is exact, and `sent` what the layout asks for: the bytes of the same
     roles by hand, with keys and values gathered along context. What a compiler inserted,
     `measure.collectives` counts in the compiled program.
 
-    An exact layout sends, once a step, what makes parameters and state whole on each device, and a
-    sum over all devices. With stages, the `loss` (and `has_aux`), traced as by hand, tells which
-    stage reads what, and a device at the place `stage` along their axis is predicted, with all
-    stages that it has. A parameter that the loss gives to `marks.use` counts as used once in a
+    An exact layout gathers parameters and state whole on each device, and adds gradients up over
+    all devices, once a step. With stages, the `loss` (and `has_aux`), traced as by hand, tells
+    which stage reads what, and a device at the place `stage` along their axis is predicted, with
+    all stages that it has. A parameter that the loss gives to `marks.use` counts as used once in a
     task.
 
     Raises:
-      ValueError: stages, and no loss; context, and parameters without these logical axes; what
-        `place` says of arrays, and tracing by hand of a loss.
+      ValueError: stages, and no loss; context, and parameters without these logical axes; arrays
+        that do not divide, as `place` raises it; a loss that cannot be cut into stages.
     """
     again = (layout.remat is not None) if remat is None else remat
     # What a compiler is asked for, the same layout by hand would send.
@@ -93,7 +95,7 @@ def predict(
 
 
 def describe(layout: Layout, params: Any) -> Any:
-    """A table of how each parameter lies: path, shape, spec, bytes on each device, why whole."""
+    """A table of how each parameter lies: path, shape, spec, bytes on a device; if whole, why."""
     _whole(layout, array_layouts(layout, params), abstract(params), "layouts.describe")
     return rules.describe(parameter_rule(layout), params, layout.auto)
 

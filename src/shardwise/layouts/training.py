@@ -21,7 +21,7 @@ from shardwise.layouts.placing import parameter_rule, state_rule
 
 
 def shardings(layout: Layout, params: Any, tx: Any = None) -> Any:
-    """The NamedSharding of each parameter, and with `tx` (those, of the optimizer's state).
+    """The NamedSharding of each parameter; with `tx` a pair of these and of its state's.
 
     `params` may be abstract: `jax.eval_shape(create, key)`. Arrays keep their true shapes: they can
     be made by `jax.jit(create, out_shardings=...)`, placed by `jax.device_put`, or restored.
@@ -34,7 +34,7 @@ def shardings(layout: Layout, params: Any, tx: Any = None) -> Any:
 
 
 def place(layout: Layout, tree: Any) -> Any:
-    """One device's parameters, laid out; inside jit, they are born so.
+    """The parameters in `tree`, as one device has them, laid out; inside jit, they are born so.
 
     Raises:
       ValueError: as `shardings`.
@@ -55,9 +55,9 @@ def whole(layout: Layout, tree: Any) -> Any:
 
 
 def init(layout: Layout, create: Callable, tx: Any, key: jax.Array) -> tuple[Any, Any]:
-    """(params, opt_state): `create(key)`, each array born where it lives, and `tx`'s state for it.
+    """(params, opt_state), where params are `create(key)`, and opt_state is `tx`'s state for them.
 
-    An exact layout makes them whole on a device first.
+    Each array is born where it lives; an exact layout makes them whole on a device first.
 
     Raises:
       ValueError: as `shardings`.
@@ -95,7 +95,7 @@ def value_and_grad(
     `objective.check` does; `check=False` leaves that out. What is traced or lowered is not judged.
 
     Raises, when called:
-      Indivisible: a loss that is another function of parts of its batch (a ValueError).
+      Indivisible: a loss that changes if its batch is divided (a ValueError).
       ValueError: rows, or a sequence, that do not divide; what `fsdp.value_and_grad` and
         `pipeline.value_and_grad` raise.
     """
@@ -112,7 +112,7 @@ def value_and_grad(
 def value(layout: Layout, loss: Callable, has_aux: bool = False, aux: Any = "sum") -> Callable:
     """A function of `(params, batch, *args, key=None)`: the mean over the batch, or (mean, aux).
 
-    For an evaluation: the backward pass is not computed, and the loss not judged.
+    It is for an evaluation: the backward pass is not computed, and the loss not judged.
     """
     run = gradients.mean_and_grad(layout, loss, has_aux, aux, "layouts.value", backward=False)
 
@@ -141,17 +141,18 @@ def step(
 ) -> Callable:
     """A function `(params, opt_state, batch, *args, key=None) -> (params, opt_state, mean[, aux])`.
 
-    `params` and `opt_state` are what `init` returns. Both are donated: use only what is returned.
-    It is jitted, but for an exact layout, whose arrays cut between steps are not donated. An
-    optimizer whose update takes `value=` gets the mean, and by `grad=` the gradients. `check`: as
-    in `value_and_grad`.
+    `params` and `opt_state` are what `init` returns. Both are donated (by an exact layout all but
+    arrays that it cuts): use only what is returned. The function is jitted, except for an exact
+    layout. An optimizer whose update takes `value=` gets the mean, and by `grad=` the gradients.
+    `loss`, `has_aux`, `aux` and `check` are as in `value_and_grad`.
 
-    `frozen` tells by their paths which parameters change without a gradient: of these the loss
-    returns new values, in aux, which is a dict then, as "frozen" {path: value}; of parts of the
-    batch the mean is taken. The optimizer's updates of them count for nothing.
+    `frozen` is a predicate on paths, true for parameters that the optimizer leaves alone and the
+    loss sets, such as running statistics. The loss then returns `(mean, aux)`, and aux is a dict
+    whose entry "frozen" is {path: new value}; values of parts of the batch are averaged. The rest
+    of that dict comes back as aux.
 
     Raises, when called:
-      Indivisible: a loss that is another function of parts of its batch (a ValueError).
+      Indivisible: a loss that changes if its batch is divided (a ValueError).
       TypeError: an optimizer that evaluates the loss again, as a line search does; with `frozen`,
         another aux.
       ValueError: with `frozen`, new values of other paths or shapes than those parameters have.

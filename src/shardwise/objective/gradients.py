@@ -21,9 +21,9 @@ def value_and_grad(
     On whole arrays: for one device, or for a layout by the compiler. `loss(params, batch, *args)`
     takes `key=` too where one is given, and returns a `Mean` or a scalar (see `objective`). With
     `has_aux` it returns that and a tree, and what comes back is `((mean, tree), grads)`. With m
-    microbatches the batch is taken in m parts, one after the other, with one's activations in
-    memory; `aux` says how their trees become one: "sum", "mean", "max" or "concatenate" (in the
-    order of rows), or a prefix tree of these.
+    microbatches the batch is taken in m parts, one after the other, with the activations of one in
+    memory at a time; `aux` says how their trees become one: "sum", "mean", "max" or "concatenate"
+    (in the order of rows), or a prefix tree of these.
 
     Raises, when called:
       TypeError: outputs that are no loss.

@@ -11,7 +11,8 @@ from jax.typing import ArrayLike, DTypeLike
 class Mean(NamedTuple):
     """The mean total/count: two scalars, each a sum over the rows of the batch.
 
-    `count` is None for a loss that is a mean over rows already: every part of it counts as one.
+    `count` is None for a loss that is a mean over rows already: every part of the batch then counts
+    as one. Where the count is 0, the mean and its gradient are 0.
     """
 
     total: ArrayLike

@@ -39,23 +39,26 @@ def check(
     ways: Sequence[str] = ("devices", "microbatches"),
     gradient: bool | None = None,
 ) -> None:
-    """Raise where the mean of two parts of `batch`, or what a row adds, is not that of both.
+    """Raise `Indivisible` if the loss changes where `batch` is divided.
 
-    Give it a batch whose rows differ, in padding too. It compiles two programs for some rows, and
-    two more where the sequence is divided. Of parts that draw from the key by shape, rather than by
-    place (`marks.index`), only what a row adds is compared.
+    The mean of some rows has to be that of two parts of them, combined; and what a row adds must
+    not depend on the rows beside it. Give it a batch whose rows differ, in padding too. It compiles
+    two programs for some rows, and two more where the sequence is divided. If a loss draws from the
+    key by shape, rather than by place (`marks.index`), only what a row adds is compared.
 
     Args:
       aux: how the auxiliary outputs of parts become one, as in `value_and_grad`; those that are
         added up are compared. With None nobody reads them.
-      rows: of a part; by default four, where the batch has eight.
-      ways: how the batch is divided: "devices" have consecutive rows, "microbatches" every m-th
-        one, and of a "sequence" parts have half of the tokens, axis 1 of arrays that have two.
-      gradient: compare a number of each parameter's gradient too, in float32: of a backward rule
-        of the loss's own (custom_vjp) the mean tells nothing. By default, where there is one.
+      rows: the number of rows of a part, at most half of the batch's; by default 4.
+      ways: how the batch is divided: "devices", into consecutive rows; "microbatches", into every
+        other row; "sequence", into halves of the tokens, axis 1 of arrays that have two or more.
+      gradient: whether a float32 number of each parameter's gradient is compared too. By default
+        it is where the loss has a backward rule of its own (custom_vjp): the mean tells nothing of
+        that.
 
     Raises:
-      ValueError: a number that differs, and what to do; a batch of one row; a loss not finite.
+      Indivisible: a number that differs, the likely reason, and what to do (a ValueError).
+      ValueError: fewer than two rows; a loss that is not finite, or is 0; an unknown way.
       TypeError: outputs that are no loss.
     """
     unit = unit_of(batch)

@@ -6,7 +6,7 @@ import numpy as np
 
 
 class Indivisible(ValueError):
-    """The error of a loss that is another function where its batch is divided."""
+    """The ValueError of a loss whose value or gradient changes if its batch is divided."""
 
 
 SUM = (

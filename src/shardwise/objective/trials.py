@@ -73,7 +73,7 @@ class Part(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The entries of two parts together: rows of the batch, or tokens."""
+        """The number of entries of two parts together, rows of the batch or tokens."""
         return self.length if self.sequence else self.rows
 
 
@@ -144,7 +144,7 @@ class Trials:
 
     @property
     def memory(self) -> int:
-        """The bytes that a device needs beside what it has: one more copy of the parameters too."""
+        """The bytes that a device needs beside what it has, a copy of the parameters among them."""
         found = self.together.memory_analysis()
         if found is None:  # some backends cannot say
             return self.held

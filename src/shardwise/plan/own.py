@@ -38,20 +38,21 @@ def own(
     `batch` has all rows of a step; only its shapes and dtypes are used. Layouts are by hand, with
     ZeRO 3; `settings` are further ones: min_size, stacked, dtype, reduce_dtype, remat, kernel. No
     array of the model is allocated, and no step is run. Roles that need marks in the loss (tensor,
-    context, expert, stage) are not proposed; `topology.compile` tells what such a layout needs.
+    context, expert, stage) are not proposed.
 
     Parameters, state, and the bytes that the program asks to send (without sums of aux) are exact.
     What a step needs besides is an estimate, the sum of
 
     - what JAX keeps from the forward pass to the backward one, with weights that are gathered or
-      cast; but for what follows from the rest entry by entry, which a compiler computes again;
-    - the gradient of the largest array that is kept; or what a rematerialised body keeps while it
-      runs again, with the gradients of all parameters; whichever is more;
+      cast, but without what elementwise operations make of the rest: a compiler computes it again;
+    - the larger of two: the gradient of the largest array that is kept; or the gradients of all
+      parameters, and what a rematerialised body keeps while it runs again;
     - with microbatches, the sum of their gradients.
 
     `benchmarks/plan_own.py` sets it beside what the TPU compiler reserves: 19 % low to 8 % high for
     17 decoders of layers in scans, 11 % low to 5 % high for networks of Flax's parts in none.
-    `compiling.check(candidate, found)` asks the compiler, for any candidate of `found = own(...)`.
+    `shardwise.plan.compiling.check(candidate, found)` has the compiler judge a candidate of what
+    `found = own(...)` returned; for a layout that is not among them, `topology.compile` does.
 
     Seconds are a roofline. FLOPs of products are counted in the program of one device, compiled for
     this machine, and taken to grow with the rows; MFU counts three times those of the forward pass,
@@ -59,8 +60,8 @@ def own(
 
     Raises:
       ValueError: no such chips, or GPUs, by whose compiler the estimate was not judged; arrays of
-        the batch with other rows; another setting; a loss that moves arrays to the host; what
-        `layouts.predict` and `measure.flops` raise.
+        the batch with unequal numbers of rows; another setting; a loss that moves arrays to the
+        host; what `layouts.predict` and `measure.flops` raise.
     """
     chips = topology.chips(chips) if isinstance(chips, str) else chips
     if chips.chip.node:

@@ -26,7 +26,9 @@ from shardwise.train import Optimizer
 class Candidate:
     """A layout with what it costs on its busiest device.
 
-    `flops`, of a step, are those that MFU counts, and `peak` FLOP/s, both of all devices. `costs`
+    `roles` are its `Roles`. `memory` has bytes: `.parameters`, `.state`, `.batch`, `.step` (of what
+    is gone when a step ends), the `.total` of these, and `.host` (of what waits there). `flops` is
+    what MFU counts in a step, `peak` the FLOP/s of the chips, both of all devices together. `costs`
     computes `sent` and `step` when they are asked for: most layouts do not fit.
     """
 
@@ -40,12 +42,15 @@ class Candidate:
 
     @property
     def sent(self) -> tuple[Sent, ...]:
-        """What a device sends in a step: the most of any stage."""
+        """The ring bytes that a device sends in a step, of each kind the most of any stage.
+
+        Each entry has `.roles` (several as one), a `.kind` such as "weights", and `.bytes`.
+        """
         return self.costs()[0]
 
     @property
     def step(self) -> Step:
-        """The seconds of a step on the busiest stage."""
+        """The step on the busiest stage: its `.seconds`, and those of its parts."""
         return self.costs()[1]
 
     @property
@@ -61,8 +66,9 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The layouts that fit, best first; what does not fit, with its memory; what cannot be.
+    """The layouts that fit, best first; those that are too large; those that cannot be.
 
+    `fitting` and `too_large` are `Candidate`s; each of `refused` has `.roles` and the `.reason`.
     For a program of your own, `config` and `sequence` are None, and `own` has the program.
     """
 
@@ -82,7 +88,7 @@ class Plan:
         variants: Callable[[Roles], Iterable[Roles]],
         candidate: Callable[[Roles], Candidate],
     ) -> "Plan":
-        """The plan with a `candidate` for each of the `variants` of each division that can be."""
+        """The plan with `candidate(v)` for each v in `variants(d)`, for valid d in `divisions`."""
         fitting, too_large, refused = [], [], []
         for division in divisions:
             if told := roles.refusal(division, self.config, self.chips, self.batch, self.sequence):
@@ -95,7 +101,7 @@ class Plan:
 
     @property
     def usable(self) -> int:
-        """The bytes of memory that a program may hold on a device."""
+        """The bytes of memory that a program may take on a device."""
         return self.chips.usable_hbm
 
     def lacking(self, c: Candidate) -> tuple[str, float, float] | None:
@@ -134,19 +140,20 @@ def plan(
     sequence: int,
     optimizer: Optimizer = ADAMW,
 ) -> Plan:
-    """All layouts of `model.Decoder` for a batch of so many rows of so many tokens, by formula.
+    """All layouts of `model.Decoder` for `batch` rows of `sequence` tokens in a step, by formula.
 
-    `model` is what `published.read` takes, or a `Config`, whose dtype products have and what is
-    gathered; its remat and stages are chosen here. `chips` are a name that `topology.chips` takes,
-    or what it returns. Layouts are by hand, with ZeRO 3, sequence parallelism beside tensor, zigzag
-    over context and the schedule 1f1b. Attention never keeps its scores. Activations may wait on
-    the host (offload) where layers are recomputed, without stages, if it is known how fast a chip
-    reaches its host (v4, v5e, v5p, v6e; of v4 not how much room is there); optimizer state stays.
+    `model` is what `preset` takes, or a `model.Config`, in whose dtype weights are gathered and
+    products computed; its remat and stages are chosen here. `chips` are a name that
+    `topology.chips` takes, or what it returns. Layouts are by hand, with ZeRO 3, sequence
+    parallelism beside tensor, zigzag over context and the schedule 1f1b. Attention never keeps its
+    scores. Activations may wait on the host (offload) where layers are recomputed, without stages,
+    if it is known how fast a chip reaches its host (v4, v5e, v5p, v6e; how much memory a host of v4
+    has is not known); optimizer state stays.
 
-    Parameters and state are exact, and so is what is sent along axes by hand; what a step needs
-    besides is a formula, fitted to TPUs' compiler or to GPUs', of stages a count; and seconds are a
-    roofline. Not there: models of your own (which `own` plans), experts on the axis of another
-    role, stages by other schedules.
+    Parameters and state are exact, and so is what is sent along axes by hand. What a step needs
+    besides is estimated by a formula that was fitted to TPUs' compiler or to GPUs'; seconds are a
+    roofline. Not planned are programs of your own (see `own`), experts on the axis of another role,
+    and stages by other schedules.
 
     Raises:
       ValueError: no such model or chips; a batch or sequence below 1; an optimizer such as Muon,

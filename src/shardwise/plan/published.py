@@ -109,17 +109,19 @@ PRESETS: dict[str, Published] = {
 
 
 def preset(model: str) -> Config:
-    """The sizes of a published model; what `read` raises."""
-    return read(model).config
+    """The `model.Config` of a published decoder, held in float32 and used in bfloat16.
 
-
-def read(model: str | Path) -> Published:
-    """The `Published` decoder of a name in `PRESETS`, a `config.json`, or the folder that has one.
+    `model` is a name such as "llama3-8b", the path of a `config.json`, or of its folder.
 
     Raises:
       ValueError: no such name or file; an architecture that is not known, a size that is missing,
         or a value that changes parameters or products and is not computed here, by its name.
     """
+    return read(model).config
+
+
+def read(model: str | Path) -> Published:
+    """The `Published` decoder that `preset` gives the sizes of; it raises what that raises."""
     if model in PRESETS:
         return PRESETS[model]
     path = Path(model, "config.json") if Path(model).is_dir() else Path(model)

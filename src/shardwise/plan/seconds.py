@@ -91,9 +91,10 @@ class Step:
 
 
 def model_flops(config: Config, batch: int, sequence: int, causal: bool = True) -> float:
-    """The FLOPs of a step that MFU counts (Chowdhery et al., 2022, appendix B): six for each weight
-    that a token is multiplied with, and attention over all pairs of tokens, or over the half that a
-    causal mask lets through; nothing that is computed again.
+    """The FLOPs of a step that MFU counts (Chowdhery et al., 2022, appendix B).
+
+    They are six for each weight that a token is multiplied with, and those of attention over all
+    pairs of tokens, or over the half that a `causal` mask lets through; none is computed again.
     """
     tokens, pairs = batch * sequence, batch * sequence**2 / (2 if causal else 1)
     weights = config.layers * _layer_weights(config, config.experts_per_token)

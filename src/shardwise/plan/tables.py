@@ -53,7 +53,7 @@ _OF_OWN = _MEANT._replace(logits="the gradient of the largest array that is kept
 
 
 def text(plan: Plan, top: int) -> str:
-    """The best layout in words, the `top` best as a table, and what was left out."""
+    """A text on a plan, with the best layout in words, the `top` best as a table, and the rest."""
     best = plan.best[:top]
     of_tokens = f" of {plan.sequence:,} tokens" if plan.sequence else ""
     devices = f"{plan.chips.devices} devices of {plan.usable / _GIB:.1f} GiB"
