@@ -1,6 +1,6 @@
 """Context parallelism: the sequence is cut, and attention is what devices must exchange for.
 
-A form is what `marks.attend` means where a mesh axis cuts the sequence; all of them equal one
+A form is a meaning of `marks.attend` for a mesh axis that cuts the sequence. All of them equal one
 device, and differ in what they send, keep and allow:
 
     with marks.bind(attend=context.ring("context")):            # inside a shard_map
@@ -11,11 +11,18 @@ device, and differ in what they send, keep and allow:
     ring(axis)        K and V go around, and attention is summed up block by block
     ulysses(axis)     tokens are exchanged for heads, and back
 
-Where a device sees whole sequences, as without a context axis or by ulysses, a kernel may compute
-what it does with them: `layouts.Layout(kernel=...)`. `tiled` keeps no scores on any device, and
-`splash()`, for TPUs, and `cudnn()`, for GPUs, never have them in memory.
+`axis` is one mesh axis, or several as one. `form.bytes_sent(n, q, k)` has the bytes that one of n
+devices sends in a layer's attention, as `.forward` and `.backward`; q and k are of the whole
+sequence, and may be shapes. A rematerialised layer sends the forward bytes twice.
 
-Which tokens a device has is an order of the whole sequence: `contiguous`, `striped` or `zigzag`.
+Where a device sees whole sequences, as without a context axis or by ulysses, a kernel may compute
+attention: `layouts.Layout(kernel=...)`. `tiled` keeps no scores on any device, and `splash()`, for
+TPUs, and `cudnn()`, for GPUs, never have them in memory.
+
+An order says which of `size` tokens each of n devices has: `contiguous`, `striped` or `zigzag`, a
+permutation int32 [size]. Entry i is the place in the sequence of the token that lies at place i of
+memory, of which device r has the r-th n-th. So `x[:, order]` lays a batch's tokens out, and
+`np.argsort(order)` undoes it. A size that n, or zigzag's 2n, does not divide is a ValueError.
 """
 
 from shardwise.context.forms import AllGather as all_gather

@@ -21,9 +21,8 @@ Axis = str | tuple[str, ...]  # one mesh axis, or several as one
 class Sent(NamedTuple):
     """The bytes that one device sends in one layer's attention, by `form.bytes_sent(n, q, k)`.
 
-    Over n devices, for q and k of the whole sequence, of which shapes and dtypes count. K and V,
-    or what they and q are turned into, travel with 12 bytes for each token's places, sums of dK and
-    dV in float32. A layer that is rematerialised sends the forward bytes twice.
+    K and V, or what they and q are turned into, travel with 12 bytes for each token's places, sums
+    of dK and dV in float32.
     """
 
     forward: int
@@ -41,11 +40,12 @@ def sizes(n: int, q: Any, k: Any) -> tuple[int, int, int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Within:
-    """`form` for whole arrays under jit: manual over `axis`, which cuts the sequence, and `rows`.
+    """`form`, another meaning of `marks.attend`, for whole arrays under jit, outside a shard_map.
 
-    Other mesh axes stay the compiler's. Name in `rows` those that cut rows: whether a tile is
-    skipped is then asked of a device's rows alone. Name in `heads` those that cut heads where the
-    form is a kernel, which the compiler cannot cut; `axis` is () where none cuts the sequence.
+    It is a shard_map by itself, manual over `axis`, which cuts the sequence (() where none does),
+    and the mesh axes in `rows` and `heads`; others stay the compiler's. Name in `rows` those that
+    cut rows: whether a tile is skipped is then asked of a device's rows alone. Name in `heads`
+    those that cut heads, if `form` is a kernel, which the compiler cannot cut.
     """
 
     mesh: Mesh | AbstractMesh
@@ -73,12 +73,16 @@ class Within:
 class Ring:
     """Attention to K and V that go around `axis`; a device never has more than two n-ths of them.
 
-    A meaning for `marks.attend` inside a shard_map (`check_vma=False`) that is manual over `axis`.
-    Keys travel with their places, so any order of the sequence and any mask is right. Backward, K
-    and V go around once more, and their gradients with them, summed in float32: only the device's
-    own arrays are kept for it. `block` is the largest tile of scores. `apart` says that the mesh's
-    other devices may run something else meanwhile, as other stages do: a hop is an all-to-all then,
-    for which n - 1 times as much is sent. (A permute waits for all of the mesh's devices on CPU.)
+    A meaning of `marks.attend` inside a shard_map (`check_vma=False`) that is manual over `axis`
+    (Liu et al., 2023). Keys travel with their places, so any order of the sequence and any mask is
+    right. Backward, K and V go around once more, and their gradients with them, summed in float32:
+    only the device's own arrays are kept for it. `block` is the most tokens along a side of a tile
+    of scores. `apart` says that the mesh's other devices may run something else meanwhile, as other
+    stages do: a hop is an all-to-all then, for which n - 1 times as much is sent. (A permute waits
+    for all of the mesh's devices on CPU.)
+
+    Raises:
+      ValueError: at the call, a device's tokens do not cut into equal tiles near `block`.
     """
 
     axis: Axis  # (): one device alone
@@ -90,7 +94,7 @@ class Ring:
         return attention(self, mask, q, k, v, own, own)
 
     def bytes_sent(self, n: int, q: Any, k: Any) -> Sent:
-        """The `Sent`: n - 1 hops of K, V and places each way, and n hops of dK and dV."""
+        """The bytes of n - 1 hops of K, V and places, and backward of n hops of dK and dV too."""
         _, keys, gradients, places = sizes(n, q, k)
         hop = n - 1 if self.apart else 1
         around = hop * (n - 1) * (2 * keys + places)
@@ -186,7 +190,8 @@ def tiled(
 ) -> jax.Array:
     """Attention in tiles, on any device: a meaning of `marks.attend` that never keeps the scores.
 
-    q [b, s, h, d]; k and v [b, s, k, d] of the same, whole sequences (Rabe and Staats, 2021).
+    q [b, s, heads, d]; k and v [b, s, kv_heads, d] of the same, whole sequences, at the `Places`
+    that `marks.places` returns; `mask` is as in `marks.attend` (Rabe and Staats, 2021).
     """
     return Ring(())(q, k, v, places, mask)
 
@@ -195,7 +200,7 @@ def tiled(
 class AllGather:
     """Attention of a device's queries to K and V gathered over `axis`.
 
-    A meaning for `marks.attend` inside a shard_map that is manual over `axis`. The gathered K and
+    A meaning of `marks.attend` inside a shard_map that is manual over `axis`. The gathered K and
     V are kept for the backward pass, in which dK and dV are reduce-scattered, in float32.
     """
 
@@ -207,7 +212,7 @@ class AllGather:
         return attention(Ring(()), mask, q, k, v, jnp.stack(places), jnp.stack(everywhere))
 
     def bytes_sent(self, n: int, q: Any, k: Any) -> Sent:
-        """The `Sent`: n - 1 other devices' K, V and places, and as many parts of dK and dV."""
+        """The bytes of n - 1 devices' K, V and places, and backward of as many dK and dV."""
         _, keys, gradients, places = sizes(n, q, k)
         return Sent((n - 1) * (2 * keys + places), (n - 1) * 2 * gradients)
 
@@ -237,8 +242,9 @@ def gather_places(axis: Axis, places: marks.Places, q: jax.Array) -> marks.Place
 class Ulysses:
     """Attention to the whole sequence by an n-th of the heads, with all-to-alls before and after.
 
-    Bound as `AllGather`; `local`, another meaning of `marks.attend`, is what a device computes. n
-    has to divide the kv heads, each of which is first copied `copies` times.
+    A meaning of `marks.attend` inside a shard_map that is manual over `axis` (Jacobs et al., 2023).
+    `local`, another one, is what a device computes for its heads. n has to divide the kv heads,
+    each of which is first copied `copies` times.
 
     Raises:
       ValueError: at the call, n does not divide the heads or the copied kv heads.
@@ -258,7 +264,7 @@ class Ulysses:
         return jax.lax.all_to_all(out, self.axis, 1, 2, tiled=True)
 
     def bytes_sent(self, n: int, q: Any, k: Any) -> Sent:
-        """The `Sent`: (n - 1) / n of q, copied K and V, and the output; forward, also places."""
+        """The bytes of (n - 1)/n of q, copied K and V, and the output; forward also of places."""
         queries, keys, _, places = sizes(n, q, k)
         exchanged = 2 * (queries + self.copies * keys) * (n - 1) // n
         return Sent(exchanged + (n - 1) * places, exchanged)

@@ -1,10 +1,7 @@
 """Orders of the whole sequence: which tokens each of n devices has, and who works when.
 
-An order is the permutation int32 [size] of a sequence of `size` tokens: entry i is the place in the
-sequence of the token that lies at place i of memory, and device r of n has the r-th n-th of memory.
-`np.argsort(order)` undoes it. Who cuts a batch takes its columns so, `x[:, order]`, and tells the
-model their places by the batch's "index" (or by `marks.index`). A size that n, or zigzag's 2n, does
-not divide is a ValueError.
+`shardwise.context` says what an order is. Who cuts a batch takes its columns by one, `x[:, order]`,
+and tells the model their places by the batch's "index" (or by `marks.index`).
 """
 
 from collections.abc import Callable
@@ -16,17 +13,17 @@ from shardwise import marks
 
 
 def contiguous(size: int, n: int) -> np.ndarray:
-    """The order of one run of tokens for each device: by a causal mask the last works most."""
+    """The order int32 [size] of a run of tokens a device: by a causal mask the last works most."""
     return _chunks("contiguous", size, n).reshape(-1)
 
 
 def striped(size: int, n: int) -> np.ndarray:
-    """The order in which device r has the tokens r, r + n, r + 2n, … (Brandon et al., 2023)."""
+    """The order int32 [size] that gives device r tokens r, r + n, … (Brandon et al., 2023)."""
     return _chunks("striped", size, n).reshape(-1, n).T.reshape(-1)
 
 
 def zigzag(size: int, n: int) -> np.ndarray:
-    """The order in which device r has, of 2n chunks, the r-th and the r-th from the end."""
+    """The order int32 [size] that gives device r, of 2n equal chunks, those r and 2n - 1 - r."""
     first, last = np.split(_chunks("zigzag", size, 2 * n), 2)
     return np.stack([first, last[::-1]], axis=1).reshape(-1)
 
@@ -34,7 +31,7 @@ def zigzag(size: int, n: int) -> np.ndarray:
 def work(
     order: Callable, n: int, size: int, mask: Callable = marks.causal, documents: Any = None
 ) -> np.ndarray:
-    """Scores that the mask lets through, int [n, n]: of device r in step t of the ring.
+    """The scores that the mask lets through, int [n, n]: [r, t] is device r's in step t of a ring.
 
     In step t device r has the keys that began on device r - t. The devices wait for each other at
     every hop, so the ring takes as long as `work(...).max(axis=0).sum()`, and at best

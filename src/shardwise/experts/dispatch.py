@@ -11,8 +11,9 @@ import jax.numpy as jnp
 
 
 def slots(capacity: float, tokens: int, per_token: int, experts: int) -> int:
-    """Slots that an expert has for one row: `capacity` times those of an even router, rounded up;
-    a ValueError if that is not positive.
+    """The number of slots of an expert for one row: `capacity` times what an even router needs.
+
+    It is rounded up, and at most `tokens`. A `capacity` that is not positive is a ValueError.
     """
     if not capacity > 0:
         raise ValueError(f"capacity={capacity}; expected a factor above 0 (1.25), or None.")
@@ -21,9 +22,11 @@ def slots(capacity: float, tokens: int, per_token: int, experts: int) -> int:
 
 
 def queued(chosen: jax.Array, experts: int, index: jax.Array | None = None) -> jax.Array:
-    """The place int32 [b, s, k] of each choice in the queue of its expert; -1 beyond `experts`.
+    """The place int32 [b, s, k] of each choice in the queue of its expert, from 0 on.
 
-    `index` [b, s] are the tokens' places in the whole row, where the order in memory is another.
+    `chosen` int [b, s, k] are experts' numbers; one below 0, or from `experts` on, is of none, and
+    has the place -1. `index` [b, s] are the tokens' places in the whole row, where the order in
+    memory is another.
     """
     b, s, k = chosen.shape
     if index is not None:

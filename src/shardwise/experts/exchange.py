@@ -12,10 +12,15 @@ from shardwise.experts import dispatch, ragged_exchange
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """A meaning of `marks.experts`: its form, the axis that cuts experts, the sequence's axis.
+    """A meaning of `marks.experts`: how tokens get to experts that are cut along a mesh axis.
 
-    Of the form "local" every device has all experts, and nothing but the choices travels, where an
-    axis cuts the sequence and a capacity drops from the whole row.
+    `form` is "all_to_all", "ragged" or "gather", see the functions of these names, or "local".
+    `axis` cuts the experts, `sequence` the sequence, if an axis does. With "local" every device has
+    all experts, `axis` is None, and nothing but the choices travels, where an axis cuts the
+    sequence and a capacity drops from the whole row.
+
+    Raises:
+      ValueError: at the call, arrays whose shapes do not fit, or experts that do not divide.
     """
 
     form: str
@@ -91,7 +96,7 @@ class Exchange:
 
 
 def all_to_all(axis: str, sequence: str | None = None) -> Exchange:
-    """The Exchange of tokens to their experts over `axis`, in buffers of the capacity, and back.
+    """The Exchange that sends tokens over `axis` to their experts and back, in buffers of slots.
 
     Without a capacity, for which a buffer would be as large as what an all-gather sends, this is
     `gather`; `ragged` sends less on TPUs and GPUs.
@@ -100,10 +105,10 @@ def all_to_all(axis: str, sequence: str | None = None) -> Exchange:
 
 
 def ragged(axis: str, sequence: str | None = None) -> Exchange:
-    """The Exchange of as many rows over `axis` as tokens chose experts, and back; for no capacity.
+    """The Exchange that sends one row over `axis` for each choice, and one back; for no capacity.
 
-    With n devices and k experts a token that is n/k times less than `gather` sends, for an even
-    router. What arrives stands in a buffer for the worst case, rows·tokens·min(k, experts held)
+    With n devices and k experts a token, an even router sends n/k times less by it than by
+    `gather`. What arrives stands in a buffer for the worst case, rows·tokens·min(k, experts held)
     from each device; with a capacity it is smaller, and choices that are dropped are not sent.
 
     On TPUs and GPUs rows travel by `jax.lax.ragged_all_to_all` (compiled by Google's compiler, not
@@ -113,8 +118,9 @@ def ragged(axis: str, sequence: str | None = None) -> Exchange:
 
 
 def gather(axis: str, sequence: str | None = None) -> Exchange:
-    """The Exchange that gathers all tokens of `axis` to their experts, and reduce-scatters the
-    sums: for a capacity·k above the number of devices, and for none.
+    """The Exchange that gathers all tokens of `axis` to the experts, and reduce-scatters the sums.
+
+    It is for a capacity·k above the number of devices, with k experts a token, and for no capacity.
     """
     return Exchange("gather", axis, sequence)
 
@@ -137,18 +143,19 @@ def bytes_sent(
     itemsize: int = 4,
     sequence: int = 1,
 ) -> int:
-    """Bytes that one device sends in a forward pass, for `rows`·`tokens` tokens of its own.
+    """The bytes that one device sends in a layer's forward pass, for rows·tokens tokens of its own.
 
-    With T = rows·tokens: an all-to-all there and back sends 2·k·f·T·h·e·(n-1)/n, where f is the
-    capacity after rounding up to whole slots. A gather and a scatter send 2·T·h·e·(n-1), and four
-    bytes each for the choices, their weights and, with a capacity, their slots. A backward pass
-    sends the activations' part again; one that recomputes the layer, twice.
+    Let T = rows·tokens, k = per_token, h = embed, e = itemsize, n = devices, m = experts/devices.
+    An "all_to_all" there and back sends 2·k·f·T·h·e·(n-1)/n, where f is the capacity after rounding
+    up to whole slots. A "gather" and its scatter send 2·T·h·e·(n-1), and four bytes each for the
+    choices, their weights and, with a capacity, their slots. A backward pass sends the activations'
+    part again; one that recomputes the layer, twice.
 
-    "ragged" is exact on CPU, by blocks for the worst case: 2·T·min(k, m)·h·e·(n-1) for m experts on
-    a device, or with a capacity m·slots for each row if that is less; and numbers of rows,
-    4·(n + 2)·m·(n-1) bytes, of which a backward pass sends 8·m·(n-1) at most. On TPUs and GPUs the
-    rows are sent that there are: T·k·h·e·(n-1)/n for an even router and T·k·h·e at most, and back
-    what arrived, at most (n-1) times that.
+    "ragged" is exact on CPU, by blocks for the worst case: 2·T·min(k, m)·h·e·(n-1), or with a
+    capacity m·slots in place of tokens·min(k, m) if that is less; and numbers of rows,
+    4·(n + 2)·m·(n-1) bytes, of which a backward pass sends 8·m·(n-1) at most. On TPUs and GPUs only
+    chosen rows are sent: T·k·h·e·(n-1)/n for an even router and T·k·h·e at most, and back what
+    arrived, at most (n-1) times that.
 
     `sequence` is the number of devices that a row is cut over, `tokens` then a device's part of it:
     an expert's slots are those of the whole row.

@@ -103,14 +103,15 @@ def loads(chosen: jax.Array, mask: jax.Array, experts: int) -> jax.Array:
 def penalty(
     chosen: jax.Array, probabilities: jax.Array, mask: jax.Array, over: str = "batch"
 ) -> jax.Array:
-    """The balance loss as a sum over real tokens: divided by their number it is n·Σ f·P.
+    """The balance loss of n experts as a sum over real tokens; divided by their number, n·Σ f·P.
 
     f is the share of all choices that an expert has, P its mean probability (Fedus et al., 2021,
     Switch), over all real tokens of the "batch", or of each of its "rows" (DeepSeek-AI, 2024, a
     complementary loss), averaged over rows by their tokens. Even routing gives 1. chosen [..., b,
     s, k], probabilities [..., b, s, n], mask [b, s]; it is summed over leading axes, of layers.
 
-    Over the batch it needs `marks.total`, which refuses several microbatches: none sees the whole.
+    Raises:
+      ValueError: another `over`; "batch" in several microbatches, none of which sees the others.
     """
     n = probabilities.shape[-1]
     counts = _by_row(chosen, mask, n)
@@ -127,9 +128,10 @@ def penalty(
 
 
 def rebalanced(bias: jax.Array, loads: jax.Array, rate: float = 0.001) -> jax.Array:
-    """The biases [..., experts] after a step in which experts had these loads, in the whole batch:
-    up by `rate` where an expert had fewer choices than the mean, down where it had more
-    (DeepSeek-AI, 2024).
+    """The router's biases [..., experts] after a step with these `loads` [..., experts] in a batch.
+
+    They go up by `rate` where an expert had fewer choices than the mean, and down where it had
+    more (DeepSeek-AI, 2024).
     """
     loads = loads.astype(jnp.float32)
     return bias + rate * jnp.sign(jnp.mean(loads, axis=-1, keepdims=True) - loads)

@@ -11,7 +11,7 @@ from shardwise.objective.parts import reduced, split
 
 
 def gpipe(stage: Callable, mesh: Mesh, microbatches: int, axis: str = "stage") -> Callable:
-    """`run(stack, x)`, which takes `x` through all stages, differentiable like any function.
+    """A function `run(stack, x)` that takes `x` through all stages, differentiable like any.
 
     `stage(weights, x)` maps rows to rows of the same shape and dtype; `weights` is its part of
     `stack`, whose arrays are cut along their first axis, so that each rank of `axis` holds its own

@@ -56,18 +56,15 @@ def value_and_grad(
     """A function of `(params, batch, *args, key=None)`: the mean over the batch, and its gradient.
 
     For use inside jit, on plain arrays of true shape; `axis` is the mesh's axis of stages. Row i of
-    a stacked array is layer i under every schedule. Without `backward`, the gradient is None, and
-    only the forward tasks are run. `.program(params, batch, ...)` is the `Program` that it makes
-    for arrays of these shapes.
+    a stacked array is layer i under every schedule. `loss`, `has_aux` and `aux` are as in
+    `objective.value_and_grad`. Without `backward`, the gradient is None, and only the forward tasks
+    are run. `division`, `by_hand`, `meanings`, `shares` and `who` are for `layouts`, which cuts by
+    hand within a stage; without them all other axes are the compiler's.
 
     Args:
+      schedule: a key of `schedules.SCHEDULES`, a `Schedule`, or a list of tasks for each device.
       specs: `specs(params)` are the PartitionSpecs by which parameters lie over the axes by hand;
         by default each device has all.
-      division: mesh axes over which rows, and the sequence, are cut by hand, and how a batch is.
-      by_hand: all axes that have names within a stage, besides; the others are the compiler's.
-      meanings: {mark: meaning}, where the axes have names.
-      shares: `shares(tree, loss, batch, args, options)` of the loss of one device's part, whose
-        parameters are like `tree`: what is done with shares of them, by the methods of `Whole`.
 
     Raises, when called:
       ValueError: an axis that the mesh lacks; rows that do not split; no mark where the schedule

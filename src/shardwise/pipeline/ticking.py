@@ -23,14 +23,23 @@ class Ticks(NamedTuple):
 
 @functools.lru_cache(maxsize=32)
 def ticks(schedule: Schedule, backward: bool = True) -> Ticks:
-    """The table of a schedule whose tasks take a tick each, and a whole backward two: its halves.
+    """The table of a schedule by ticks: a task takes one, a whole backward two, for its two halves.
 
-    It has int32 `columns` [ticks, devices] by name, and in `slots` the most that a device needs of
-    a kind. `kind` is 0 without a task, 1 for F, 2 for I, 3 for W; `stage` and `microbatch` tell the
-    task. `act`, `cot`, `kept` and `pend` are the slots that it reads or fills: of an activation or
-    a cotangent that has arrived, of what a forward keeps, of what an I leaves to its W. `act+1`,
-    and so on for each of the `rings`, is the slot for what the device that many places before sends
-    at this tick's end; -1 for nothing. Without `backward`, of the forward tasks alone.
+    What comes back has `.columns`, {name: int32 [ticks, devices]}; `.slots`, {name: the most slots
+    that a device needs}; and `.rings`, {"act" or "cot": the distances k, in devices, that
+    activations or cotangents go}. Columns are
+
+    - "kind": 0 where the device has no task, 1 for F, 2 for I, 3 for W;
+    - "stage" and "microbatch": those of the task;
+    - "act", "cot", "kept" and "pend": the slot that the task reads or fills, of an activation or a
+      cotangent that has arrived, of what a forward keeps, of what an I leaves to its W;
+    - "act+k" and "cot+k", as "act+1": the slot for what the device k places before this one sends
+      at the end of the tick; -1 for nothing.
+
+    Without `backward` the table has the forward tasks alone.
+
+    Raises:
+      ValueError: what `schedules.check` raises.
     """
     schedules.check(schedule)
     if not backward:

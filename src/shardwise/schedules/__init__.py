@@ -1,7 +1,7 @@
 """Pipeline schedules as data: the order in which each device runs its tasks, and what follows.
 
-A schedule is a table, `tasks[device]`, and nothing else. When a task starts, how long devices wait
-and how many microbatches are live on them follows from the table and from what tasks cost:
+A schedule is a table: `tasks[device]` lists a device's tasks in order. When a task starts, how long
+devices wait and how many microbatches are live on them follows from it and from what tasks cost:
 
     schedule = schedules.SCHEDULES["1f1b"](stages=4, devices=4, microbatches=8)
     run = schedules.timeline(schedule, {"F": 1, "B": 2}, transfer=0.1)

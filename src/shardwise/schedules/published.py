@@ -1,7 +1,8 @@
 """The published schedules: functions of how many stages, devices and microbatches there are.
 
-Each returns a `Schedule`, or raises a ValueError that says which numbers would do. First those
-whose backward is one task, B; then those in which it is two, I and W.
+Each returns a `Schedule`, or raises a ValueError that says which numbers would do. A function's
+name is its key in `SCHEDULES`, but for `one_f_one_b`, whose key is "1f1b". First come those whose
+backward is one task, B; then those in which it is two, I and W.
 """
 
 import collections
@@ -14,13 +15,14 @@ from shardwise.schedules.table import Schedule, Task
 
 
 def gpipe(stages: int, devices: int, microbatches: int) -> Schedule:
-    """A schedule of all forwards, then all backwards: all live at once (Huang et al., 2019)."""
+    """GPipe, all forwards and then all backwards, all live at once (Huang et al., 2019)."""
     return _one_to_one("gpipe", stages, devices, microbatches, lambda after: microbatches)
 
 
 def one_f_one_b(stages: int, devices: int, microbatches: int) -> Schedule:
-    """The schedule 1F1B, a backward as soon as it can run: at most p - stage live, of p stages
-    (Narayanan et al., 2019).
+    """1F1B, each backward as soon as it can run (Narayanan et al., 2019).
+
+    At most p - stage microbatches live, of p stages.
     """
     return _one_to_one("1f1b", stages, devices, microbatches, lambda after: after)
 
@@ -28,29 +30,31 @@ def one_f_one_b(stages: int, devices: int, microbatches: int) -> Schedule:
 def eager_1f1b(stages: int, devices: int, microbatches: int) -> Schedule:
     """1F1B with twice the warm-up, so that transfers hide behind work (Zhuang et al., 2023).
 
-    At most 2(p - stage) - 1 live, of p stages.
+    At most 2(p - stage) - 1 microbatches live, of p stages.
     """
     return _one_to_one("eager_1f1b", stages, devices, microbatches, lambda after: 2 * after)
 
 
 def interleaved_1f1b(stages: int, devices: int, microbatches: int) -> Schedule:
-    """1F1B with stages dealt in turn: shorter ones, and a shorter wait (Narayanan et al., 2021).
+    """1F1B with several stages a device, dealt in turn, for less waiting (Narayanan et al., 2021).
 
-    Each stage of a device runs a whole round of microbatches, `devices` or a few more so that they
-    come out even, before the next one does.
+    A device runs each of its stages on a round of microbatches, as many as there are devices, or a
+    few more where they do not divide evenly, before it runs its next stage.
     """
     return _interleaved("interleaved_1f1b", stages, devices, microbatches, extra=0)
 
 
 def kimi_k2(stages: int, devices: int, microbatches: int) -> Schedule:
-    """Interleaved 1F1B with one more warm-up forward (Kimi Team, 2025, Kimi K2): then neighbours
-    need nothing of each other, and the communication of one can hide behind the other's work.
+    """Interleaved 1F1B with one more warm-up forward (Kimi Team, 2025, Kimi K2).
+
+    A forward and the backward beside it on a device then need nothing of each other, and the
+    communication of one can hide behind the other's work.
     """
     return _interleaved("kimi_k2", stages, devices, microbatches, extra=1)
 
 
 def zb_h1(stages: int, devices: int, microbatches: int) -> Schedule:
-    """1F1B with backwards split and weights last (Qi et al., 2024, Zero Bubble).
+    """ZB-H1, which is 1F1B with backwards split and weights last (Qi et al., 2024, Zero Bubble).
 
     Of p stages each has a peak of p, and gaps of at most (p-1)(F+I-W) between its first task and
     its last, as long as W costs no more than F.
@@ -59,7 +63,7 @@ def zb_h1(stages: int, devices: int, microbatches: int) -> Schedule:
 
 
 def zb_h2(stages: int, devices: int, microbatches: int) -> Schedule:
-    """ZB-H1, more warm-up: no gaps where all kinds cost the same (Qi et al., 2024, Zero Bubble).
+    """ZB-H2, which is ZB-H1 with more warm-up (Qi et al., 2024): no gaps if all kinds cost alike.
 
     Of p stages each has a peak of 2p-1, and gaps of at most (p-1)(F+I-2W) between its first task
     and its last, from 2p-1 microbatches on, as long as W costs no more than F.
@@ -81,7 +85,7 @@ def dualpipe_v(stages: int, devices: int, microbatches: int) -> Schedule:
     """DeepSeek's DualPipe folded into a V: device d holds the stages d and 2·devices - 1 - d.
 
     Forwards on their way down the V meet backwards on their way up: an F and a B that need nothing
-    of each other are neighbours, to be run as one. Each of p devices has a peak of 2p+1. Backwards
+    of each other stand in turn, to be run as one. Each of p devices has a peak of 2p+1. Backwards
     are split at both ends only. The order is that of https://github.com/deepseek-ai/DualPipe,
     which credits the fold to Sea AI Lab's cut-in-half (https://hackmd.io/@ufotalent/r1lVXsa9Jg).
     """

@@ -12,10 +12,11 @@ KINDS = {"F": "forward", "B": "backward", "I": "input half", "W": "weight half"}
 
 
 class Task(NamedTuple):
-    """A task: one kind of work, of one stage, on one microbatch.
+    """A task: one kind of work, of one stage, on one microbatch; both are counted from 0.
 
-    A backward is either one task, B, or two halves: I, which the stage before waits for, and W, for
-    which nobody waits (Qi et al., 2024, Zero Bubble Pipeline Parallelism).
+    `kind` is "F", a forward, "B", a whole backward, or one of its halves: "I", the gradient of the
+    stage's input, for which the stage before waits, or "W", that of its weights, for which nobody
+    waits (Qi et al., 2024, Zero Bubble Pipeline Parallelism, where I is called B).
     """
 
     stage: int

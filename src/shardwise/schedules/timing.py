@@ -35,7 +35,7 @@ class Timeline:
 
     @functools.cached_property
     def gaps(self) -> tuple[float, ...]:
-        """The time of each device without a task between its first start and its last end.
+        """The time that each device is idle between its first start and its last end.
 
         Where it may begin the next step before the others have ended this one, what it waits at
         either end costs nothing (Qi et al., 2024).
@@ -47,13 +47,13 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The bubble fraction, the share of all devices' time, to the makespan, without a task."""
+        """The bubble fraction, the idle share of all devices' time from 0 to the makespan."""
         whole = self.makespan * self.schedule.devices
         return 1 - sum(self.busy) / whole if whole else 0.0
 
     @functools.cached_property
     def live(self) -> tuple[tuple[tuple[float, int], ...], ...]:
-        """The (time, number) pairs of each device: from that time on, the activations live there.
+        """For each device, pairs (time, number of activations that live there from then on).
 
         Those of a stage and microbatch live from the start of its F to the end of its B, or its W.
         """
@@ -66,7 +66,7 @@ class Timeline:
 
     @property
     def peak_weights_pending(self) -> tuple[int, ...]:
-        """The most pairs at once, on each device, whose I has ended and whose W has not."""
+        """The most (stage, microbatch) pairs on each device between the end of I and that of W."""
         return _most(self._counts({"I": self.end}, {"W": self.end}))
 
     def _counts(self, opening, closing):
@@ -90,7 +90,7 @@ def timeline(schedule: Schedule | Lists, costs: Costs = COSTS, transfer: float =
     """The `Timeline` of a schedule, if each device runs its next task as soon as it can.
 
     `costs` maps a kind to the time that it takes, `{"F": 1, "B": 2}`; a key `(stage, kind)`, or a
-    whole `Task`, goes before it. `transfer` is the time from the end of a task to the moment at
+    whole `Task`, takes precedence. `transfer` is the time from the end of a task to the moment at
     which another device has its result; it keeps neither device from its work.
 
     Raises:

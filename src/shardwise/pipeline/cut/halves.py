@@ -30,8 +30,9 @@ class Halves:
     - `to_input(params, data, residuals, cotangents) -> cotangents of carry, pending`;
     - `to_weights(params, data, residuals, pending) -> gradients`.
 
-    `pending` is what `to_input` has computed and `to_weights` needs, which for the first stage does
-    everything; `kept` and `pending` are shapes. Cotangents are those of the stage's `seeds`.
+    `residuals` is what `forward` keeps, of the shapes `kept`. `pending` is what `to_input` has
+    computed and `to_weights` needs (which for the first stage does everything); the attribute is
+    its shapes. Cotangents are those of the stage's `seeds`.
     `undivided` names the primitives that yield both halves at once and could not be cut: they run
     in `to_input`. Effects run once: in `forward`, or in `whole`, or in `to_input`.
     """
@@ -49,7 +50,7 @@ class Halves:
 def backward(stage: Stage) -> Halves:
     """The `Halves` of a stage, by differentiating its function and slicing the traced result.
 
-    What depends on no cotangent is the forward's. Of what does, equations under `jax.jit` and
+    Equations that depend on no cotangent are the forward's. Of others, those under `jax.jit` and
     `jax.checkpoint` are inlined, for the forward is another program by then; a scan is cut in two.
     """
     cots = [stage.outputs[i] for i in stage.seeds]

@@ -20,11 +20,12 @@ class Stage:
     """One stage: `function(params, data, carry) -> outputs`, each a list in the order given here.
 
     `rows[i]` tells what of the parameter leaf `i` lives here: None all of it, (a, b) its rows a to
-    b. `data` are the numbers of the batch's (and further arguments') leaves that it reads; where
-    it takes rows of what follows from these, such as keys of layers, `starts` are the first ones,
-    int32 [k], which come last among the data: so stages of other rows may share a program.
-    `params`, `inputs`, `carry` and `outputs` are shapes; the last stage's outputs are the loss's.
-    Those numbered in `seeds` have cotangents: all floating-point numbers; of the loss the first.
+    b. `data` are the numbers of the batch's (and further arguments') leaves that it reads. Where it
+    slices something computed from these, such as the keys of all layers, `starts` has the first row
+    of each slice, and goes in as the last of the data, int32 [k]: so stages that differ in rows
+    alone share a program. `params`, `inputs`, `carry` and `outputs` are shapes; the last stage's
+    outputs are the loss's. `seeds` are the numbers of the outputs that have cotangents: all that
+    are floating-point; in the last stage the first alone.
     """
 
     index: int
@@ -48,10 +49,11 @@ class Cut(NamedTuple):
 
 
 def stages(loss: Callable, params: Any, *data: Any) -> Cut:
-    """The stages of `loss(params, *data)`, k + 1 for k calls of `marks.stage_boundary`.
+    """The stages of `loss(params, *data)`, as `.stages`, and as `.shapes` those of what it returns.
 
-    Arguments may be abstract. A parameter of which every stage takes only rows of its own, by a
-    static slice, of it or of its cast, lives in rows; one that several stages read lives on each.
+    For k calls of `marks.stage_boundary` there are k + 1 `Stage`s. Arguments may be abstract. A
+    parameter of which every stage takes only rows of its own, by a static slice, of it or of its
+    cast, lives in rows; one that several stages read lives on each.
 
     Raises:
       ValueError: a mark where the program cannot be cut, or around no array; an effect that asks
