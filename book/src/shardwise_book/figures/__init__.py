@@ -1,4 +1,10 @@
-"""What the chapters draw: one palette, still figures as SVG, and interactive ones."""
+"""What the chapters draw: one palette, still figures as SVG, and interactive ones.
+
+What a function here returns, a notebook shows where it ends a cell: a matplotlib figure as SVG, or,
+for explorers, steppers, `slice_graph` and `questions`, HTML that brings with it all it needs. But
+`canvas` returns (figure, axes), `style` a context; `choose` and `fill_in` make what `questions`
+shows; and `overlap`, `training_step` and `share_lost` return numbers, as they say.
+"""
 
 import types
 

@@ -24,12 +24,15 @@ def balance_explorer(
     """Choose order, devices, length and mask; see the scores that each device has in each hop.
 
     Args:
-      work: (order, n, size, mask, documents) to scores int [n, n], of a device in a step.
-      orders: functions of (size, n) that permute a sequence.
-      masks: for each name, a function of two places, and one of the size that gives each token's
-        document, or None.
-      sent: (n, size) to {form: bytes that a device sends, or why there are none}.
-      start: number of the option shown first, for "order", "devices", "length" or "mask".
+      work: a function such as `context.work`, called with (order, n, size, mask, documents).
+      orders: {name: order}, functions of (size, n) such as `context.zigzag`.
+      masks: {name: (mask, documents)}, where mask is a function of two `marks.Places`, and
+        documents one of the size that returns each token's document, or None.
+      devices: the numbers of devices on offer.
+      lengths: the numbers of tokens on offer.
+      sent: a function of (n, size) that returns {form: the bytes that a device sends, an int, or
+        words that say why there are none}.
+      start: {name: number of the option shown first}, of "order", "devices", "length" and "mask".
     """
     controls = {
         "order": Control("Order", list(orders)),

@@ -32,13 +32,14 @@ the band of its colour. A pile is a sum that has not been taken: every device ha
 
 
 class Block(NamedTuple):
-    """relu(x @ up) @ down on n devices, with `up` cut by `first` and `down` by `second`.
+    """The numbers of y = relu(x @ up) @ down on n devices, with both matrices cut.
 
-    With `sequence` tokens are cut outside the products, else x and y are whole. `held` is bytes of
-    both matrices on a device. `sends` maps "before", "between" and "after" to (collective, bytes
-    that a device sends), where one is needed. `early` is the error if the nonlinearity comes first,
-    `unsent` that without the last collective, both relative to the largest entry; None where what
-    a device then has is no y at all.
+    `up` is cut by `first`, `down` by `second`, "rows" or "columns". With `sequence` tokens are cut
+    outside the products, else x and y are whole. `held` is the bytes of both matrices on a device.
+    `sends` maps "before", "between" and "after" to (collective, bytes that a device sends), where
+    one is needed. `early` is the error if relu comes before the collective between, `unsent` that
+    without the last collective, both relative to the largest entry; None where what a device then
+    has is no y at all.
     """
 
     n: int
@@ -54,8 +55,8 @@ class Block(NamedTuple):
 def block_explorer(blocks: Sequence[Block], start: int = 0) -> Interactive:
     """Choose devices, both cuts, whether tokens are cut, and where the collectives stand.
 
-    `blocks` has each combination of n, first, second and sequence; the figure first shows number
-    `start`.
+    `blocks` has a `Block` for each combination of n, first, second and sequence; the figure first
+    shows number `start`.
 
     Raises:
       ValueError: a combination is missing.

@@ -14,9 +14,10 @@ _ROOM = 0.72  # of the width, where a device is full
 
 
 class Load(NamedTuple):
-    """What a split asks of one device: bytes that it holds, and seconds of compute in a step.
+    """What a split asks of one device.
 
-    `axes` maps the name of an axis to (bytes sent in a step, seconds on its links).
+    `held` is the bytes that it holds, `compute` the seconds that it computes in a step, and `axes`
+    maps the name of an axis to (bytes sent in a step, seconds on its links).
     """
 
     held: float
@@ -29,10 +30,11 @@ class Load(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """What a layout asks of one device: bytes by what they are for, seconds of a step by term.
+    """What a layout, called `name`, asks of one device.
 
-    `room` is what the device has, in bytes. `name` tells the layout, `step` its seconds, `mfu` the
-    share of the chips' peak that it reaches at most. All budgets of a figure have the same terms.
+    `memory` maps what bytes are for to their number, and `room` is what the device has. `seconds`
+    maps a term of a step to its seconds, and `step` is those of all of it; `mfu` is the share of
+    the chips' peak that it reaches at most. All budgets of a figure have the same terms.
     """
 
     name: str
@@ -51,9 +53,10 @@ def split_explorer(
 ) -> Interactive:
     """Choose a model and a split of the devices; see what one holds, and which axis takes longest.
 
-    `choices` maps the label of each control to its options; `loads` has a `Load` for each
-    combination of their numbers, or a sentence that says why there is none. All have the same axes.
-    `room` is the memory of a device in bytes. The figure first shows the combination `chosen`.
+    `choices` maps the label of each control to its options; `loads` maps the options' numbers, a
+    tuple with one for each control, to a `Load`, or to a sentence that says why there is none. All
+    have the same axes. `room` is the memory of a device in bytes. The figure first shows the tuple
+    `chosen`.
 
     Raises:
       ValueError: a combination is missing, or the one shown first is none.
@@ -86,9 +89,9 @@ def plan_explorer(
 ) -> Interactive:
     """Choose a model, chips and a layout; see whether a device has room, and what binds the step.
 
-    `choices` maps the label of each control to its options; `budgets` has a `Budget` for each
-    combination of their numbers, or a sentence that says why there is none. The figure first shows
-    the combination `chosen`.
+    `choices` maps the label of each control to its options; `budgets` maps the options' numbers, a
+    tuple with one for each control, to a `Budget`, or to a sentence that says why there is none.
+    The figure first shows the tuple `chosen`.
 
     Raises:
       ValueError: a combination is missing, or the one shown first is none.

@@ -35,10 +35,11 @@ def layer_explorer(
 ) -> Interactive:
     """Choose a layout and a device; see which block of each matrix it holds, and which it receives.
 
-    `rows` maps the title of each row of the picture to its matrices in order of use, {name: the
-    fields of a `Matrix`}; `layouts` maps names to (how matrices are held, how they lie where they
-    are used, rows of what a device sends for the layer: pass, collective, arrays, bytes). The
-    figure first shows layout number `chosen`, for device 0.
+    `rows` maps the title of each row of the picture to its matrices in order of use, {name: (shape,
+    how many of its first axes a product contracts)}. `layouts` maps a name to three things: the
+    PartitionSpecs by which matrices are held, {name: spec}; those by which they lie where they are
+    used; and what a device sends for the layer, rows of (pass, collective, number of arrays,
+    bytes). The figure first shows layout number `chosen`, for device 0.
 
     Raises:
       ValueError: a spec whose block is no rectangle of the matrix as drawn.

@@ -104,7 +104,11 @@ def overlap(
     reduce: float,
     gather: float = 0.0,
 ) -> Overlap:
-    """One training step, if one pass and one message can run at a time, and neither is cut short.
+    """The times of one training step in which one pass and one message can run at a time.
+
+    What comes back has `.passes` and `.messages`, with a `.kind` ("forward", "backward", "gather",
+    "reduce"), `.layer`, `.start` and `.end` each; and in seconds `.step`, the whole, `.compute` and
+    `.network`, the time that either is busy, and `.exposed`, that in which compute waits.
 
     Seconds are given for one layer: of its two passes, of reducing its gradient, and of gathering
     its weights. "data" all-reduces a layer's gradient when its backward pass has ended (`ahead` of

@@ -67,7 +67,7 @@ def outline(axes: Axes, x: float, y: float, wide: float, high: float, line: floa
 def shards(array: jax.Array) -> Drawing:
     """Which device holds which block of a 1-D or 2-D array.
 
-    Each block has an outline; one that several devices hold shows a strip for each, undivided.
+    Each block has an outline; one that several devices hold shows a strip for each of them.
     Raises ValueError for other ranks.
     """
     shape, sharding = array.shape, array.sharding

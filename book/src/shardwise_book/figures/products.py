@@ -21,9 +21,11 @@ _SIDE, _PITCH, _LEFTS = 64, 82, (60, 148, 236)  # a matrix is at most this wide 
 
 
 class Product(NamedTuple):
-    """A compiled product of an i×j and a j×k matrix: its layouts, and what each device sends.
+    """A compiled product of an i×j and a j×k matrix, and what each device sends for it.
 
-    `collective` is the kind, or "" where nothing is sent; `line` is its instruction in HLO.
+    `sizes` is (i, j, k). `left`, `right` and `result` are PartitionSpecs. `collective` is the kind
+    of what is sent, or "", and `line` its instruction in HLO. `payload_bytes` is the size of the
+    full array, `ring_bytes` what a device sends of it in a ring.
     """
 
     sizes: tuple[int, int, int]
@@ -39,8 +41,11 @@ class Product(NamedTuple):
 def product_explorer(mesh: Mesh, products: Sequence[Product], start: int = 0) -> Interactive:
     """Choose sizes and the layouts of both factors; see what the compiled product holds and sends.
 
-    `mesh` has one axis. `products` holds each of the same pairs of specs for each of the sizes; the
-    figure first shows number `start`. Raises ValueError if not.
+    `mesh` has one axis. `products` has, for each of the sizes, a `Product` of each of the same
+    pairs of specs; the figure first shows number `start`.
+
+    Raises:
+      ValueError: a pair is missing for some sizes.
     """
     found = {product[:3]: product for product in products}
     sizes, lefts, rights = options = axes(found, "product_explorer")

@@ -27,8 +27,8 @@ def resharding_explorer(
 
     `layouts` maps the name of a mesh to {spec as text: NamedSharding}; `saved` maps the name of a
     limit on chunks to {(mesh, spec as text): `checkpoint.Chunks`}, one for each layout, all of one
-    float32 array of two axes. The figure first shows the layouts `source`
-    and `goal`, each a (mesh, spec as text).
+    float32 array of two axes. The figure first shows the layouts `source` and `goal`, each a (mesh,
+    spec as text).
     """
     rows, columns = shape = tuple(next(iter(saved.values()))[source].shape)
 

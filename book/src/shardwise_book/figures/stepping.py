@@ -44,13 +44,19 @@ class Frame(NamedTuple):
 def training_step(
     layers: Sequence[int], devices: int = 4, zero: int = 3, again: bool = True
 ) -> list[Frame]:
-    """The `Frame` at the start of a step with Adam, and after each event (ZeRO).
+    """The frames of a training step with Adam, one at its start and one after each event.
+
+    A frame has the `.event` in words and the numbers of the `.layers` that it is about; for each
+    layer, whether its weights lie whole (`.gathered`), and what there is of its gradient
+    (`.gradients`): "", "partial", "whole" or "shard"; what each device holds, `.parameter_bytes`,
+    `.gathered_bytes`, `.gradient_bytes` and `.moment_bytes`, in all `.held`; and the bytes that it
+    has `.sent`.
 
     `layers` holds the bytes of each layer's parameters. `zero` is ZeRO's number: 0 is data
-    parallelism; from 1 on, parameters and moments are held in shards. 1 and 2 gather all layers
-    before the forward pass, 3 each where it is used, and in the backward pass `again` or not; 1
-    reduce-scatters all gradients at the end, 2 and 3 each layer's at once (Rajbhandari et al.,
-    2020).
+    parallelism; from 1 on, moments are held in shards, and here parameters too. 1 and 2 gather all
+    layers before the forward pass, 3 each where it is used, and in the backward pass `again` or
+    not; 1 reduce-scatters all gradients at the end, 2 and 3 each layer's at once (Rajbhandari et
+    al., 2020).
 
     Raises:
       ValueError: another number, or a layer that does not divide over the devices.

@@ -1,11 +1,14 @@
 """Checkers of the book's puzzles: give one your answer, and it says what is right or missing.
 
-    from shardwise_book import puzzles
-    puzzles.bands(P("data", "model"))   # shows a `Verdict`; true only if solved
+Each takes the answer, a function or a value, and returns a `Verdict`, which a notebook shows:
 
-Nothing else imports this room; it may import any. A checker judges what an answer does: its values
-against one device's on seeded random inputs of several shapes, its bytes in the compiled program,
-a schedule by its timeline. It never reads source. Checkers need eight devices: `mesh.simulate(8)`.
+    from shardwise_book import puzzles
+    puzzles.bands(P("data", "model"))   # true only if solved
+
+`halo`, `layer` and `squares` are no checkers: puzzles use them. No other module imports this one. A
+checker judges what an answer does: its values against one device's on seeded random inputs of
+several shapes, its bytes in the compiled program, a schedule by its timeline. It never reads
+source. Checkers need eight devices: `mesh.simulate(8)`.
 
 To add a puzzle, write one function here, decorated with `puzzle`, that returns the praise or raises
 `Wrong`, and export it; give it a section with a stub and a hidden solution in the chapter, and its

@@ -16,7 +16,10 @@ from shardwise_book.puzzles.judging import Verdict, Wrong, puzzle
 
 @puzzle("return the sum of the block that belongs to this device.")
 def scatter(function: Callable[[jax.Array], jax.Array]) -> Verdict:
-    """A reduce-scatter along "x" by `ppermute`, in log₂ n steps: blocks [n, ...] to one [...]."""
+    """Check a reduce-scatter along "x" by `ppermute` in log₂ n steps, with n = 2, 4 and 8 devices.
+
+    `function` maps a device's blocks [n, ...] to [...], the sum of its own block over all devices.
+    """
     for n in (2, 4, 8):
         line, partial = mesh.make(x=n), judging.whole_numbers(n, n * n, 4, 8)
         program = judging.on_each(function, line, partial, check=False)
@@ -34,7 +37,10 @@ def scatter(function: Callable[[jax.Array], jax.Array]) -> Verdict:
 
 @puzzle("return this device's part of the sum.")
 def one_order(function: Callable[[jax.Array], jax.Array]) -> Verdict:
-    """A reduce-scatter of eight arrays along "x", [8/n, w] to [w/n], with one result for all n."""
+    """Check a reduce-scatter of eight arrays along "x" that has the same bits for all n devices.
+
+    `function` maps a device's [8/n, w] to its part [w/n] of the sum of all eight.
+    """
     arrays = judging.normal(0, 8, 256) * 10.0 ** np.arange(-3, 5).astype(np.float32)[:, None]
     sums = arrays
     while len(sums) > 1:
@@ -48,7 +54,7 @@ def one_order(function: Callable[[jax.Array], jax.Array]) -> Verdict:
 
 
 def halo(x: jax.Array) -> jax.Array:
-    """[rows, width] with the last row of the device before on top: [rows + 1, width]."""
+    """x [rows, width] with the last row of the device before on top, [rows + 1, width]."""
     n = jax.lax.axis_size("x")
     above = jax.lax.ppermute(x[-1:], "x", [(d, (d + 1) % n) for d in range(n)])
     return jnp.concatenate([above, x])
@@ -56,7 +62,10 @@ def halo(x: jax.Array) -> jax.Array:
 
 @puzzle("return what each device's rows receive.")
 def transpose(function: Callable[[jax.Array], jax.Array]) -> Verdict:
-    """The transpose of `halo`, [rows + 1, width] to [rows, width], for the bytes of `halo`."""
+    """Check the transpose of `halo`, which may send as many bytes as `halo` does.
+
+    `function` maps a device's [rows + 1, width] along "x" to [rows, width].
+    """
     for n, rows in ((2, 3), (4, 2), (8, 5)):
         line = mesh.make(x=n)
         x = judging.whole_numbers(n, n * rows, 6)
@@ -94,7 +103,11 @@ def _error(body, stack, batch):
 
 @puzzle("return what the layer yields, and None.")
 def gather(body: Callable[[jax.Array, Any], tuple[jax.Array, None]]) -> Verdict:
-    """A scan's `body(x, w)` on a device's rows and its eighth of each matrix, cut along "fsdp"."""
+    """Check the body of a scan over layers that are cut over eight devices along "fsdp".
+
+    `body(x, w)` has a device's rows x [rows, embed], and in w its eighth of the rows of `up` and of
+    `down`; it returns (what `layer` yields for x, None).
+    """
     programs = {layers: _like_one_device(body, _stack(layers)) for layers in (2, 4)}
     temporaries = {n: measure.bytes_per_device(p).temporaries for n, p in programs.items()}
     one, grown = sum(a.nbytes for a in _stack(1).values()), (temporaries[4] - temporaries[2]) / 2
@@ -131,7 +144,11 @@ def _like_one_device(body, stack):
 
 @puzzle("return the clipped gradients, as a dict.")
 def clip(function: Callable[[dict[str, jax.Array], float], dict[str, jax.Array]]) -> Verdict:
-    """`function(grads, limit)` of one device: "w" and "v" cut along "x", "b" whole on each."""
+    """Check the clipping of gradients by their global norm, for which devices send one number.
+
+    `function(grads, limit)` runs on each of eight devices along "x": in the dict `grads`, "w" and
+    "v" are cut, "b" is whole. It returns such a dict, of a norm of at most `limit` in all.
+    """
     line, laid = mesh.make(x=8), {"w": P("x"), "v": P("x"), "b": P()}
     specs = dict(in_specs=(laid,), out_specs=laid)
     for seed, limit in ((0, 1.0), (1, 1e3), (2, 5.0)):
@@ -151,7 +168,12 @@ def clip(function: Callable[[dict[str, jax.Array], float], dict[str, jax.Array]]
 
 @puzzle("choose `zero`, `dtype` and `reduce_dtype`.")
 def settings(options: Mapping[str, Any]) -> Verdict:
-    """Settings of a `Layout` for four microbatches that send least in 2.9Ψ, sums in float32."""
+    """Check the settings of an FSDP `Layout` that sends least within 2.9Ψ bytes of memory.
+
+    `options` is a dict of "zero", "dtype" and "reduce_dtype". They are for a step of four
+    microbatches on eight devices, whose gradients are summed in float32; Ψ is the bytes of the
+    parameters, and memory all that a device needs in the step.
+    """
     if unknown := set(options) - {"zero", "dtype", "reduce_dtype"}:
         raise Wrong(f"choose zero, dtype and reduce_dtype, and leave out {sorted(unknown)}.")
     lowered, program, psi = _step(options)

@@ -18,7 +18,10 @@ from shardwise_book.puzzles.judging import Verdict, Wrong, puzzle
 
 @puzzle("put a `P(...)` in the place of the dots.")
 def bands(spec: P) -> Verdict:
-    """Eight bands of rows on a mesh data=4, model=2: device (i, j) is to hold band 4j + i."""
+    """Check the PartitionSpec of eight bands of rows on a mesh data=4, model=2.
+
+    Device (i, j) is to hold band 4j + i, counted from the top.
+    """
     grid = mesh.make(data=4, model=2)
     if not isinstance(spec, P):
         raise Wrong(f"expected a PartitionSpec, `P(...)`, and got {spec!r}.")
@@ -42,7 +45,10 @@ def bands(spec: P) -> Verdict:
 
 @puzzle("return two specs, one for A and one for B.")
 def product(specs: Callable[[int, int, int], tuple[P, P]]) -> Verdict:
-    """The cheapest layouts of two factors I×J and J×K, each cut in four: `specs(I, J, K)`."""
+    """Check the layouts of two factors, I×J and J×K, for whose product devices send least.
+
+    `specs(I, J, K)` returns both PartitionSpecs over a mesh model=4; each factor is cut in four.
+    """
     line, told = mesh.make(model=4), []
     for i, j, k in ((256, 64, 32), (32, 64, 256), (16, 512, 16), (64, 64, 64)):
         a, b = judging.whole_numbers(i, i, j), judging.whole_numbers(k, j, k)
@@ -63,7 +69,11 @@ def product(specs: Callable[[int, int, int], tuple[P, P]]) -> Verdict:
 
 @puzzle("put a mesh axis, several, or None in the place of each of the dots.")
 def table(axes: Mapping[str, str | tuple | None]) -> Verdict:
-    """A rule table for the decoder on data=4, model=2: matrices in eighths, and a cheap MLP."""
+    """Check a rule table for the decoder on a mesh data=4, model=2.
+
+    `axes` maps each logical axis to a mesh axis, several, or None. Every matrix is to lie in
+    eighths, and an MLP to send as little as it can.
+    """
     grid, rule = mesh.make(data=4, model=2), rules.LogicalRules(dict(axes))
     sizes = (64, 4, 2, 16, 192), (128, 8, 4, 16, 256)
     for embed, heads, kv_heads, head_dim, mlp in sizes:
@@ -101,9 +111,11 @@ def _send_mlp(rule, grid, embed, mlp, rows=512):
 
 @puzzle("return the stack of matrices.")
 def born(create: Callable[[jax.Array], jax.Array]) -> Verdict:
-    """Eight uniform [128, 128] matrices, one for each key of `split(key, 8)`, with little scratch.
+    """Check a function that draws eight uniform [128, 128] matrices with little scratch.
 
-    Compiled with `out_shardings` on eight devices: temporaries at most a device's share of them.
+    `create(key)` returns them stacked, matrix i from key i of `jax.random.split(key, 8)`. Compiled
+    with `out_shardings` over eight devices, its temporaries may take as many bytes as a device's
+    share of the matrices.
     """
 
     def at_once(key):
@@ -126,7 +138,11 @@ def born(create: Callable[[jax.Array], jax.Array]) -> Verdict:
 
 @puzzle("return abstract arrays with shardings, like the tree.")
 def target(make: Callable[[Any, Mesh], Any]) -> Verdict:
-    """`make(tree, mesh)`: what to restore, so that devices hold as little as the arrays allow."""
+    """Check what a checkpoint is restored as, so that devices hold as little as arrays allow.
+
+    `make(tree, mesh)` has the tree of abstract arrays that was saved, and returns it with a
+    NamedSharding in each.
+    """
     state = {
         "kernel": judging.normal(0, 64, 48),
         "odd": judging.normal(1, 6, 32).astype(jnp.bfloat16),

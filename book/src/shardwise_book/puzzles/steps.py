@@ -20,9 +20,10 @@ LAYERS = 64
 
 @puzzle("return what the last layer yields.")
 def segments(chain: Callable[[jax.Array, jax.Array], jax.Array]) -> Verdict:
-    """64 layers x → tanh(x @ w): at most 40 activations in memory, and four forward passes of work.
+    """Check a chain of 64 layers, x → tanh(x @ w), that keeps at most 40 activations.
 
-    `chain(weights, x)` takes float32 [64, d, d] and [rows, d].
+    `chain(weights, x)` takes float32 [64, d, d] and [rows, d], and returns what the last layer
+    yields. With the backward pass it may compute as much as four forward passes.
     """
 
     def plain(weights, x):
@@ -53,9 +54,10 @@ def squares(weights: dict[str, jax.Array], batch: dict[str, jax.Array]) -> objec
 
 @puzzle("return the mean over all rows, and its gradient.")
 def accumulated(step: Callable[[Any, Any], tuple[jax.Array, Any]]) -> Verdict:
-    """One device's `step(weights, batch)`, rows cut along "x": mean and gradient, summed once.
+    """Check one device's part of a step in microbatches, for which devices communicate once.
 
-    Runs under `check_vma=False`, on eight devices, in microbatches.
+    `step(weights, batch)` has a device's rows, cut over eight devices along "x", and returns the
+    mean of `squares` over all rows, and its gradient. It runs under `check_vma=False`.
     """
     weights = {"up": judging.normal(0, 8, 128), "down": judging.normal(1, 128, 8)}
     for rows in (512, 1024):
@@ -96,9 +98,10 @@ LEAST = 4 * (48 + 64)
 
 @puzzle("write the tasks of each device, as in `F0 I0 W0`.")
 def order(lists: Sequence[str]) -> Verdict:
-    """Three devices of one stage each, four microbatches, one tick a task: 17 ticks, two live.
+    """Check the order of tasks on three devices that takes 17 ticks, with two microbatches live.
 
-    A list for each device, such as "F0 I0 W0 F1 ...".
+    `lists` has the tasks of each device as text, such as "F0 I0 W0 F1 ...". There are four
+    microbatches and a stage on each device, and a task takes a tick.
     """
     tasks = [[_task(stage, word) for word in text.split()] for stage, text in enumerate(lists)]
     if len(tasks) != 3:
@@ -131,9 +134,11 @@ def _task(stage, word):
 
 @puzzle("mark where a stage ends, by `marks.stage_boundary(x)`.")
 def boundaries(forward: Callable[[list[jax.Array], jax.Array], jax.Array]) -> Verdict:
-    """Eight layers x → tanh(x @ w), cut in three: at most half of the parameters in a stage.
+    """Check the two marks that cut eight layers, x → tanh(x @ w), into three stages.
 
-    Judged by the bytes that cross the boundaries, forward and back, for one row.
+    `forward(weights, x)` has a list of eight matrices, calls `marks.stage_boundary` twice, and
+    returns what the last layer yields. A stage may have half of the parameters at most; it is
+    judged by the bytes that cross the boundaries, forward and back, for one row.
     """
 
     def loss(weights, batch):
