@@ -21,10 +21,10 @@ _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2
 
 @functools.cache
 def corpus(split: str = "train") -> tuple[np.ndarray, ...]:
-    """The `documents` of a split, "train" or "validation", one for each file.
+    """The documents, uint8 [bytes] of each file, of a split: "train" or "validation".
 
     Raises:
-      ValueError: another split.
+      ValueError: `split` is another string.
       FileNotFoundError: this Python has no source files of its library (a zipped one).
     """
     if split not in ("train", "validation"):
@@ -44,8 +44,9 @@ def documents(
 ) -> tuple[np.ndarray, ...]:
     """The documents of a split, uint8 [bytes] of each file: one in ten is for validation.
 
-    A checksum of each name decides, whatever lies beside it. Where that leaves a split without
-    files, each file is a document of both: the first nine tenths, and the rest.
+    `files` are paths, and `names` a string for each, whose checksum alone decides the file's split.
+    Where that leaves a split without files, each file is cut: its first nine tenths are for "train"
+    and the rest for "validation". Documents of fewer than two bytes are left out.
     """
     held_out = [zlib.crc32(name.encode()) % 10 == 0 for name in names]
     is_by_file = len(set(held_out)) > 1
@@ -58,7 +59,7 @@ def documents(
 
 
 def share(array: np.ndarray, split: str) -> np.ndarray:
-    """The split's share of one document: the first nine tenths, or the rest."""
+    """The split's share of one document [n]: for "train" the first nine tenths, else the rest."""
     at = max(2, array.size * 9 // 10)
     return array[:at] if split == "train" else array[at:]
 
@@ -72,8 +73,10 @@ def _modules(root):
 
 
 class Batches(Iterator):
-    """An iterator of Grain's, whose position says of which batches it is the position: it counts
-    global ones, and is right for any process of any number of them.
+    """An iterator of batches by Grain, whose saved position names the data that it belongs to.
+
+    Positions count global batches: any number of processes may go on from one. `batches` is Grain's
+    iterator, and `source` a dict of plain data that names what it reads.
     """
 
     def __init__(self, batches: Iterator, source: dict[str, Any]):
@@ -83,11 +86,11 @@ class Batches(Iterator):
         return next(self._batches)
 
     def get_state(self) -> dict[str, Any]:
-        """The position, as plain data: Grain's own, and what it is a position in."""
+        """The position as plain data, of Grain's iterator, beside the `source`."""
         return {"position": self._batches.get_state(), "source": dict(self._source)}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from a position; a ValueError where it is one in other batches."""
+        """Go on from a position; a ValueError if it is one in other batches, by their `source`."""
         saved, here = (isinstance(state, dict) and state.get("source")) or {}, self._source
         if differ := [name for name in {**here, **saved} if saved.get(name) != here.get(name)]:
             told = "; ".join(f"{n} was {saved.get(n)!r} and is {here.get(n)!r}" for n in differ)
@@ -144,9 +147,10 @@ def batches(
 def rows(
     documents: tuple[np.ndarray, ...], seq_len: int, seed: int | None = 0, packed: bool = False
 ) -> grain.MapDataset:
-    """Rows of documents, arrays of token numbers: endless, shuffled anew in each epoch, by place.
+    """A `grain.MapDataset` of rows of documents, by number: endless, shuffled anew in each epoch.
 
-    Row i is a dict as in `batches`, of arrays [seq_len]. Without a seed they are not shuffled.
+    Documents are arrays of token numbers. Row i is a dict as a batch's in `batches`, of arrays
+    [seq_len]. With seed=None rows are in order.
     """
     count, window = _windows(documents, seq_len, packed)
     each = grain.MapDataset.range(count)
@@ -182,7 +186,7 @@ def _windows(documents, seq_len, packed):
 
 
 def checksum(documents: tuple[np.ndarray, ...]) -> int:
-    """A checksum of documents of bytes, and of where each of them ends."""
+    """A checksum (CRC-32, an int) of documents of bytes, and of where each of them ends."""
     found = 0
     for text in documents:
         found = zlib.crc32(text, zlib.crc32(b"%d " % text.size, found))

@@ -48,7 +48,9 @@ _COLLECTIVES = {
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """The result of a check: what was found, what was expected; for information, never wrong."""
+    """The result of a `check`: whether it is `ok`, and in words what was `found` and `expected`.
+    With `information` it is no test but a fact, such as a bandwidth, and `ok` is always True.
+    """
 
     check: str
     ok: bool
@@ -63,11 +65,11 @@ class Finding:
 
 
 def examine(mesh: Mesh) -> list[Finding]:
-    """The findings of all checks on the devices of `mesh`; every process calls it, and has all.
+    """A list with the `Finding` of each check on the devices of `mesh`.
 
-    Results must equal NumPy's exactly: operands are whole numbers, so small that no order of a sum
-    rounds. Collectives run along every axis of two devices or more. A check that raises is
-    wrong.
+    All processes call this together, and each gets the whole list. Results must equal NumPy's
+    exactly: operands are whole numbers, so small that no order of a sum rounds. Collectives run
+    along every axis of two devices or more. A check that raises has failed: `ok` is False.
     """
     with meshes.outside():
         operands, own = _Operands(meshes.auto(mesh)), []

@@ -1,4 +1,4 @@
-"""The decoder's sizes, and what its layers are made of; `shardwise.model` has the whole."""
+"""The decoder's sizes, and what its layers are made of; `shardwise.model` has the decoder."""
 
 import dataclasses
 import math
@@ -19,7 +19,15 @@ _CHOICES = {
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The decoder's sizes and how it runs; a ValueError where they do not fit each other."""
+    """The decoder's sizes, its parts, and how it runs.
+
+    The first six fields are sizes of axes, and numbers of layers and heads. `dtype` is that of
+    activations, and of weights where they are used; `param_dtype` that of weights as they are held.
+
+    Raises:
+      ValueError: a value that is not allowed, or sizes that do not fit each other: `heads` is a
+        multiple of `kv_heads`, `layers` of `stages`, and `head_dim` is even.
+    """
 
     vocab: int = 256
     embed: int = 128
@@ -27,26 +35,26 @@ class Config:
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 32
-    mlp: int = 384  # of a layer's MLP, or of each expert
-    experts: int = 0  # MLPs of a layer, of which each token uses a few; 0: one for all tokens
-    experts_per_token: int = 2
-    shared_experts: int = 0  # further ones, which every token uses
-    capacity_factor: float | None = None  # see marks.experts; None: nothing is dropped
-    router: str = "softmax"  # or "sigmoid"
-    router_bias: bool = False  # added to the scores by which experts are chosen, nowhere else
-    stages: int = 1  # stacks of layers, with a stage boundary between them
-    dropout: float = 0.0
-    dtype: jnp.dtype = jnp.float32  # of activations, and of weights where they are used
-    param_dtype: jnp.dtype = jnp.float32  # of weights where they are held
-    scan: bool = True  # run the layers by scan, or by a Python loop
-    remat: bool = False  # recompute a layer's activations in the backward pass
-    tied: bool = False  # the embedding is the head too
-    qkv_bias: bool = False  # added to queries, keys and values
-    qk_norm: str = ""  # of queries and keys before they turn: of each "head", or of all "heads"
-    norms: str = "before"  # each sublayer; or "after" it and before it is added; or "both"
-    activation: str = "silu"  # of the MLP's gate, or "gelu", by tanh
-    rope_theta: float = 10_000.0  # base of the wavelengths of rotary positions
-    norm_epsilon: float = 1e-6  # added to the mean square in RMSNorm
+    mlp: int = 384  #: Hidden size of a layer's MLP, or of each expert.
+    experts: int = 0  #: MLPs of a layer, of which a token uses a few. With 0 there is one for all.
+    experts_per_token: int = 2  #: The number of experts that a token uses.
+    shared_experts: int = 0  #: The number of further experts, which every token uses.
+    capacity_factor: float | None = None  #: The `capacity` of `marks.experts`; None drops nothing.
+    router: str = "softmax"  #: The function of experts' scores, "softmax" or "sigmoid".
+    router_bias: bool = False  #: Whether a bias is added to scores to choose experts, only there.
+    stages: int = 1  #: Stages of a pipeline, with `marks.stage_boundary` between their layers.
+    dropout: float = 0.0  #: Probability, below 1, that an entry of a sublayer's output is dropped.
+    dtype: jnp.dtype = jnp.float32  #: Of activations, and of weights where they are used.
+    param_dtype: jnp.dtype = jnp.float32  #: Of weights as they are held.
+    scan: bool = True  #: Whether the layers run by `jax.lax.scan`, or else by a Python loop.
+    remat: bool = False  #: Whether the backward pass computes a layer's activations again.
+    tied: bool = False  #: Whether the embedding is the head too.
+    qkv_bias: bool = False  #: Whether queries, keys and values have biases.
+    qk_norm: str = ""  #: RMSNorm of queries and keys, over each "head" or all "heads"; "" for none.
+    norms: str = "before"  #: RMSNorm "before" each sublayer, "after" it (on its output), or "both".
+    activation: str = "silu"  #: The function of an MLP's gate, "silu", or "gelu" by tanh.
+    rope_theta: float = 10_000.0  #: Base of the wavelengths of rotary positions.
+    norm_epsilon: float = 1e-6  #: What RMSNorm adds to the mean square.
 
     def __post_init__(self):
         for name, wrong, expected in self._mistakes():
@@ -77,7 +85,7 @@ class Config:
 
 
 class Linear(nnx.Module):
-    """A weight of these logical axes, by default without a bias; outputs sum over the axes `over`.
+    """A weight with these logical axes, by default without a bias; outputs sum over axes `over`.
 
     Sizes are the configuration's, or those in `sizes`. A bias has the axes of the weight but the
     first. The weight is uniform, of variance 1/fan_in, the number of entries that an output sums:

@@ -1,18 +1,21 @@
-"""Identities that model code may carry; other modules give them a meaning for one trace.
+"""Marks in model code: functions that do what one device does, until others stand in for them.
 
-A model says *what* a value is; where it lives is decided elsewhere. Unbound, each mark returns
-its argument, or does what one device does. A module that acts on them binds a function for the
-time of a trace:
+A model says *what* a value is; where it lives is decided elsewhere. Unbound, a mark returns its
+argument, or does what one device does. A *meaning* is a function that stands in for a mark during
+one trace; it gets the mark's arguments, and may talk to other devices:
 
     with marks.bind(constrain=lambda x, name: ...):
         jaxpr = jax.make_jaxpr(loss)(params, batch)
+
+A *part* is the share of a batch that one device computes at a time: rows, of a microbatch perhaps,
+and some of the sequence where that is cut. Unbound, the part is the whole batch.
 
 Bindings belong to one thread (a coroutine does not hold one across an await) and nest. They act
 while Python traces, and are part of the key under which JAX keeps what it traced: a scanned body, a
 rematerialised layer or a jitted block is traced again under other meanings, and under equal ones it
 is not. Two meanings that compare equal must therefore do the same; one that records its calls has
-to be a new object in each `bind`. Only what is no Python any more, such as a jaxpr or an exported
-program, keeps its marks to itself.
+to be a new object in each `bind`. In what is no Python any more, such as a jaxpr or an exported
+program, marks cannot be bound.
 """
 
 import contextlib
@@ -28,7 +31,7 @@ import jax.numpy as jnp
 
 __all__ = [
     "Places", "attend", "bind", "causal", "constrain", "experts", "index", "kernels", "layer",
-    "local", "places", "seen", "stage_boundary", "total", "use",
+    "local", "places", "seen", "stage_boundary", "total", "turns", "use",
 ]  # fmt: skip
 
 _BOUND = jax.make_user_context(frozenset())  # {(mark, key of its meaning)}, for JAX's caches too
@@ -38,11 +41,11 @@ KNOWN |= {"total", "use"}
 
 @contextlib.contextmanager
 def bind(**meanings: Callable) -> Iterator[None]:
-    """Give marks a meaning within the block: `bind(use=gather)`; the others keep theirs.
+    """A context manager that gives marks a meaning: `bind(use=gather)`; the others keep theirs.
 
     Raises:
-      ValueError: a keyword that is no mark.
-      TypeError: a meaning without a hash, by which JAX's caches could not tell it from another.
+      ValueError: a keyword is no mark that takes a meaning.
+      TypeError: a meaning has no hash, by which JAX's caches tell it from another.
     """
     if unknown := set(meanings) - KNOWN:
         raise ValueError(f"marks.bind: no such mark {sorted(unknown)}; there are {sorted(KNOWN)}.")
@@ -100,28 +103,28 @@ def stage_boundary(x: Any) -> Any:
 
 
 def index(axis: str, size: int) -> jax.Array:
-    """The numbers int32 [size], in the whole batch, of a part's entries along `axis`.
+    """The indices int32 [size] in the whole batch of the `size` entries of this part along `axis`.
 
-    `axis` is "rows", or "sequence". Unbound, the part is the whole: 0 to size - 1. A draw that
-    depends on its key and on these numbers alone is the same however the batch is divided.
+    `axis` is "rows" or "sequence". Unbound they are 0 to size - 1. A random draw that depends on
+    its key and on these indices alone is the same however the batch is divided.
     """
     return _meaning("index", lambda axis, size: jnp.arange(size, dtype=jnp.int32))(axis, size)
 
 
 def total(x: Any, axes: tuple[str, ...] = ("rows", "sequence")) -> Any:
-    """The sum of `x`, statistics of a part, over all parts into which these axes are divided.
+    """The sum of `x`, statistics of a part, over the parts into which `axes` divide the batch.
 
-    Unbound, the part is the whole. No gradient flows through it: each part would add its own of a
-    sum that all of them see.
+    Unbound it is `x`, a pytree. No gradient flows through it: each part would add its gradient of
+    the one sum. Over "rows" it is refused with several microbatches, none of which sees the others.
     """
     return _meaning("total")(jax.lax.stop_gradient(x), axes)
 
 
 def local(x: Any) -> Any:
-    """`x`, a pytree, made of rows of one part of the batch alone, where that is meant.
+    """`x`, a pytree, declared to depend on the rows of one part of the batch only, on purpose.
 
-    So are a part's own statistics, or comparisons of its own rows. Without this mark, a loss whose
-    rows look at each other is an error where they are divided.
+    A part's own statistics are such, as in batch norm by device, or comparisons among its own rows.
+    Without this mark, `objective.check` refuses a loss in which rows depend on each other.
     """
     return _meaning("local")(x)
 
@@ -138,18 +141,23 @@ def experts(
 ) -> tuple[jax.Array, jax.Array]:
     """(y [b, s, e], kept bool [b, s, k]): tokens x [b, s, e] through the experts that they chose.
 
-    `chosen` int [b, s, k] are numbers below `experts`, no two of a token alike (buffers have room
-    for no more), `weights` [b, s, k] those of the sum over a token's choices; `stacked` is a pytree
-    with a leading axis of experts. `apply(stacked, xs)` is called with xs [experts, c, e], and
-    `apply(stacked, xs, sizes)` with xs [rows, e] in groups of sizes [experts], as
-    `jax.lax.ragged_dot` takes them; each returns what it makes of every row.
+    A token makes k choices. `chosen` int [b, s, k] are the experts' numbers, below `experts`, and
+    those of one token differ; `weights` [b, s, k] are their factors in the sum y. `stacked` is a
+    pytree with a leading axis of experts. `apply` has to take two kinds of calls, of which a trace
+    makes one: `apply(stacked, xs)` with a buffer of c slots for each expert, xs [experts, c, e], or
+    `apply(stacked, xs, sizes)` with xs [rows, e] sorted into groups of sizes [experts], as
+    `jax.lax.ragged_dot` takes them. It returns a row for every row of xs. Unbound, it gets buffers
+    if there is a capacity, and groups if there is none.
 
-    With a `capacity` an expert has capacity·s·k/experts slots for each row of the batch, in the
-    order of tokens (of `index` [b, s], where memory has another); a choice without a slot adds
-    nothing to y, and `kept` says so. None drops nothing. Who is dropped depends on the row alone:
-    it is the same on every mesh, and in every microbatch.
+    With a `capacity` an expert has capacity·s·k/experts slots (rounded up, at most s) for each row
+    of the batch, filled in the order of tokens (of `index` [b, s], where memory has another). A
+    choice without a slot is dropped: it adds nothing to y, and is False in `kept`. None drops
+    nothing. What is dropped depends on the row alone, whatever the mesh and the microbatches.
 
-    A meaning receives the same, with the experts' weights that one device has.
+    In a meaning, `stacked` has the experts of one device.
+
+    Raises:
+      ValueError: shapes that do not fit each other, or a capacity that is not positive.
     """
     from shardwise.experts import on_one_device  # here, since that room knows marks
 
@@ -158,11 +166,12 @@ def experts(
 
 
 class Places(NamedTuple):
-    """The places of tokens, each int32 [b, s]; whatever cuts or reorders tokens does so to these.
+    """The places of tokens, arrays int32 [b, s]; whatever reorders tokens reorders these too.
 
-    positions: in the token's own document, what rotary angles grow with;
-    documents: the number of the document, of those packed into one row; none sees another;
-    index: in the whole sequence, by which causal order goes, whatever the order in memory.
+    Fields:
+      positions: the token's place in its own document, with which rotary angles grow.
+      documents: the number of its document, of those packed into one row; none sees another.
+      index: its place in the whole sequence, which causal order follows whatever memory's is.
     """
 
     positions: jax.Array
@@ -171,18 +180,18 @@ class Places(NamedTuple):
 
 
 def causal(query: Places, key: Places) -> jax.Array:
-    """The default mask of attention: a token sees its own document, up to itself."""
+    """The default mask of attention, by which a token sees its own document, up to itself."""
     return (key.index <= query.index) & (key.documents == query.documents)
 
 
 def places(batch: Mapping[str, Any] | None, rows: int, size: int) -> Places:
-    """The `Places` of a batch's tokens [rows, size], as its "positions", "documents" and "index".
+    """The `Places` of tokens [rows, size], from a batch's "positions", "documents" and "index".
 
-    What it does not have is that of rows which are one document each; "index" is what
-    `marks.index` says.
+    `batch` is a dict or None. What it lacks is filled in as if each row were one document; an
+    "index" that it lacks is `marks.index("sequence", size)`.
 
     Raises:
-      ValueError: one of the three is of another shape.
+      ValueError: one of the three is not [rows, size].
     """
     given = {name: jnp.asarray(batch[name]) for name in Places._fields if batch and name in batch}
     if "index" not in given:
@@ -205,15 +214,16 @@ def attend(
 
     A kv head serves h / kv_heads query heads. `mask(query, key)`, a function of two `Places` whose
     fields are [b, s, 1] and [b, 1, t], tells what is seen, as booleans that broadcast to
-    [b, s, t]. Every query must see a key: one that sees none yields NaN.
+    [b, s, t]. Scores are divided by √d. A query that sees no key yields NaN.
 
-    A meaning receives the same; where it cuts the sequence, `places` are of its own tokens.
+    `places` [b, s] are of the tokens of q, and unbound those of k and v too (t = s). A meaning that
+    cuts the sequence gets the q, k, v and places of its part.
     """
     return _meaning("attend", _attend)(q, k, v, places, mask)
 
 
 def seen(query: Places, key: Places, mask: Callable) -> jax.Array:
-    """`mask`, bool [b, s, t], of the places of queries [b, s] and of keys [b, t]."""
+    """The booleans of `mask`, for [b, s, t], from `Places` of queries [b, s] and of keys [b, t]."""
     query, key = (Places(*(jnp.expand_dims(x, a) for x in p)) for p, a in ((query, 2), (key, 1)))
     return mask(query, key)
 
@@ -234,15 +244,16 @@ _KERNELS = re.compile(r".*\bkernels((?: \w+=\d+)+)")
 
 
 def turns(times: int | Sequence[int], of: int = 1) -> AbstractContextManager:
-    """The scope of a loop whose body runs `times` in `of` runs of the loop.
+    """The context of a loop whose body runs `times` in all, when the loop is run `of` times.
 
-    So does a task of a pipeline of 22 ticks that runs 8 times on the first device, and never on the
-    second:
+    Programs do not tell the trips of a loop that depend on data, and `measure` reads them here: one
+    number, or one for each device. A task of a pipeline of 22 ticks may run 8 times on the first
+    device, and never on the second:
 
         with marks.turns([8, 0], of=22):
             carry = jax.lax.fori_loop(0, is_now.astype(int), body, carry)
 
-    Of devices that differ (in one order in all scopes of a program), the one that does most counts.
+    All scopes of a program have devices in one order; `measure` counts for one of them.
     """
     each = [times] if isinstance(times, int) else times
     return jax.named_scope(f"turns {','.join(str(int(n)) for n in each)} of {of}")
@@ -255,9 +266,10 @@ def turns_said(name: str) -> tuple[Fraction, ...] | None:
 
 
 def kernels(**flops: int) -> AbstractContextManager:
-    """The scope of Pallas kernels that do not state their FLOPs, `{a part of its name: FLOPs}`.
+    """The context of Pallas kernels for TPUs that do not state their FLOPs by `pl.CostEstimate`.
 
-    Of one run on one device, as `pl.CostEstimate` says it for a kernel that one writes oneself.
+    In `kernels(flash=10**9)`, `measure.flops` counts 10**9 for each run, on one device, of a kernel
+    whose name contains "flash".
     """
     return jax.named_scope(" ".join(["kernels", *(f"{k}={n}" for k, n in flops.items())]))
 

@@ -1,4 +1,4 @@
-"""Named meshes over the devices that the book runs on, simulated or real."""
+"""Meshes with named axes, over devices that are simulated or real."""
 
 import contextlib
 import functools
@@ -23,13 +23,13 @@ _TPU = ("/dev/accel*", "/dev/vfio/[0-9]*")  # the files by which a machine's TPU
 def simulate(n: int = 8, *, real: bool = False) -> None:
     """Make `n` devices available in this process, on CPU where there are too few accelerators.
 
-    Of `n` accelerators or more the first `n` are taken; where there are fewer (a Colab runtime with
-    one GPU), `n` simulated CPU devices, and CPU becomes the default device; with `real=True`, all
-    accelerators that there are, and CPU devices only where there is none. Called again with the
-    same or a smaller `n`, it selects again. Of several processes (`jax.distributed`) each asks for
-    `n`, and all their devices are taken. JAX's persistent compilation cache is switched off for
-    several CPU devices, whose collectives stand still when their program was read back (seen on JAX
-    0.10.1 and 0.12.0, and over gloo).
+    Of `n` accelerators or more the first `n` are taken. Where there are fewer (a Colab runtime with
+    one GPU), `n` simulated CPU devices are, and CPU becomes the default device. With `real=True`
+    all accelerators are taken, whatever `n` is, and `n` CPU devices only where there is none.
+    Called again with the same or a smaller `n`, it selects again. Of several processes
+    (`jax.distributed`) each asks for `n`, and all their devices are taken. For several CPU devices
+    JAX's persistent compilation cache is switched off: collectives of a program that was read from
+    it may hang (seen on JAX 0.10.1 and 0.12.0, and over gloo).
 
     Raises:
       ValueError: `n` is below 1.
@@ -62,7 +62,7 @@ def simulate(n: int = 8, *, real: bool = False) -> None:
 
 
 def devices() -> list[jax.Device]:
-    """The devices that meshes are made of: those of `simulate`, else all of `jax.devices()`."""
+    """The devices of which `make` makes meshes: those of `simulate`, else all `jax.devices()`."""
     if _devices is None:
         look_for_no_tpu()
         return jax.devices()
@@ -70,16 +70,16 @@ def devices() -> list[jax.Device]:
 
 
 def make(**axes: int) -> jax.sharding.Mesh:
-    """A mesh by axis name: `make(data=-1, model=2)` on 8 devices is 4×2.
+    """A mesh by the sizes of its named axes: `make(data=-1, model=2)` on 8 devices is 4×2.
 
-    Neighbours along the last axis are neighbours in `devices()`, on TPUs in the torus (`placed`),
-    so the axis with the most traffic belongs last. One size may be -1, which takes the devices that
+    Neighbours along the last axis are neighbours in `devices()`, and on TPUs in the torus, so the
+    axis with the most traffic belongs last. One size may be -1, which takes the devices that
     remain; of more devices than the sizes need, the first are used. Axes are Auto: the compiler
     propagates shardings from inputs, outputs and constraints.
 
     Raises:
-      ValueError: a size is neither positive nor -1, more than one is -1, or they do not fit the
-        number of devices.
+      ValueError: a size is neither positive nor -1, more than one is -1, the sizes do not fit the
+        number of devices, or borders between slices of TPUs cut an axis unevenly.
     """
     available = devices()
     sizes = resolve("mesh.make", axes, len(available))

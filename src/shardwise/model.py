@@ -1,4 +1,4 @@
-"""A present-day decoder in Flax NNX and its loss, written for one device.
+"""A decoder in Flax NNX and its loss, written for one device.
 
 Every parameter carries the names of its logical axes (metadata `logical_axes`) and the code
 carries marks: `marks.attend`, and `marks.constrain` with the names embedding_output,
@@ -116,9 +116,11 @@ def drop(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
 
 
 class Decoder(nnx.Module):
-    """The decoder: tokens int [b, s] to logits float32 [b, s, vocab].
+    """The decoder of a `Config`, with parameters drawn by `rngs`, an `nnx.Rngs`.
 
-    The layers are stacked: each parameter under `blocks` has a leading axis of `config.layers`,
+    `decoder(tokens, key, places)` is logits float32 [b, s, vocab] of tokens int [b, s]. With a
+    `key` there is dropout. `places` are the tokens' `marks.Places`; by default each row is one
+    document. Layers are stacked: a parameter under `blocks` has a leading axis of `config.layers`,
     which its logical axes do not name.
     """
 
@@ -132,13 +134,13 @@ class Decoder(nnx.Module):
             self.head = Linear(config, ("embed", "vocab"), ("embed",), rngs)
 
     def __call__(self, tokens, key=None, places=None):
-        """Logits; with a `key` dropout is on. `places`: by default each row is one document."""
+        """Logits, see the class."""
         return self.route(tokens, key, places)[0]
 
     def route(
         self, tokens: jax.Array, key: jax.Array | None = None, places: marks.Places | None = None
     ) -> tuple[jax.Array, Any]:
-        """(logits, the `Routing` of all layers with experts, or None)."""
+        """(logits, routing) of a call's arguments; routing is a `Routing`, None without experts."""
         x = self.embed.kernel[...].astype(self.config.dtype)[tokens]
         x = marks.constrain(x, "embedding_output")
         x, routing = self._layers(x, key, places)
@@ -179,9 +181,10 @@ def _unrolled(body, x, stack):
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """-log p of each target, float32 [...], of logits [..., vocab] and integer targets [...].
 
-    For the backward pass the logits and one number of each token are kept, and nothing else as wide
-    as the vocabulary. A target's logit is found by comparing places: where one is indexed, the
-    TPUs' compiler writes all logits to memory once or twice more. Of a target that is none: NaN.
+    A target below 0, or of vocab or more, yields NaN. For the backward pass the logits and one
+    number of each token are kept, and nothing else as wide as the vocabulary. A target's logit is
+    picked by comparing its number with 0, 1, ... vocab-1: for a gather, the TPUs' compiler writes
+    all logits to memory once or twice more.
     """
     wide, vocab = logits.astype(jnp.float32), logits.shape[-1]
     places = jax.lax.broadcasted_iota(targets.dtype, wide.shape, wide.ndim - 1)
@@ -219,7 +222,7 @@ def _nats(logits, batch):
 def loss(
     params: Any, batch: dict[str, Any], key: jax.Array | None = None, graphdef: Any = None
 ) -> objective.Mean:
-    """`objective.Mean`: the sum of -log p over real tokens, in nats, and their number.
+    """An `objective.Mean`: the sum of -log p over real tokens, in nats, and their number.
 
     Dividing once, at the very end, makes any padding, masking, sharding or accumulation exact.
     `params` is a `Decoder`, or its state with the `graphdef` that `nnx.split` gave, which
@@ -238,11 +241,15 @@ def routed_loss(
     balance: float = 0.01,
     over: str = "batch",
 ) -> tuple[objective.Mean, dict[str, jax.Array]]:
-    """(`loss` and `balance` times `experts.penalty` of each layer, aux) of a decoder with experts.
+    """(mean, aux) of a decoder with experts: `loss`, with a penalty in its total, and counts.
 
-    aux has, over real tokens, sums that those of parts of a batch add up to: "loads" [layers,
-    experts], the choices of each expert; "dropped" [layers], choices that found no slot; "nats",
-    the total without the penalty. Balancing by a bias needs no penalty: balance=0.
+    The penalty is `balance` times `experts.penalty`, summed over layers; `over`, "batch" or "rows",
+    is what that averages over. Balancing by a bias needs none: balance=0. `aux` has sums over real
+    tokens, so that those of the parts of a batch add up: "loads" [layers, experts], the choices of
+    each expert; "dropped" [layers], choices without a slot; "nats", the total without the penalty.
+
+    Raises:
+      ValueError: `over` is neither.
     """
     mask, (decoder, tokens, places) = batch["mask"], _read(params, batch, graphdef)
     logits, routing = decoder.route(tokens, key, places)
@@ -258,9 +265,11 @@ def routed_loss(
 
 
 def program(config: Config) -> tuple[Callable, Callable, bool]:
-    """(create, loss, has_aux) of a decoder to be trained: its state by a key, and what a layout
-    divides: `loss`, or with experts `routed_loss`, whose balance over each row is the same function
-    for any microbatches.
+    """(create, loss, has_aux), to train a decoder of this config, as `layouts` and `run` take them.
+
+    `create(key)` is its state. `loss(params, batch, key)` is `model.loss`, or with experts
+    `routed_loss` with the penalty over each row, which microbatches do not change; then `has_aux`
+    is True.
     """
 
     def create(key):

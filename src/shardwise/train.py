@@ -20,20 +20,21 @@ from shardwise.model import Config, Decoder
 def init(
     config: Config, mesh: Mesh, rule: Any, optimizer: Any, seed: int = 0
 ) -> tuple[Any, Any, Any]:
-    """(graphdef, params, opt_state) of a `model.Decoder`, each array born in its shards.
+    """(graphdef, params, opt_state) of a `model.Decoder`, each array made as its devices' shards.
 
-    `rule` lays out the parameters, and the optimizer's state follows them. The same seed gives the
-    same parameters on every mesh, bit for bit: all is drawn inside one jit, uniformly.
+    `rule` lays out the parameters, and the optimizer's state follows them (`rules.follow`). The
+    same seed gives the same parameters on every mesh, bit for bit: one jit makes all of them, by
+    draws from uniform distributions, which do not depend on shardings.
 
     Raises:
-      ValueError: what the rule raises for the parameters.
+      ValueError: what the rule raises for the parameters, or `rules.follow` for the state.
     """
     graphdef, create = initializer(config, mesh, rule, optimizer)
     return graphdef, *create(jax.random.key(seed))
 
 
 def initializer(config: Config, mesh: Mesh, rule: Any, optimizer: Any) -> tuple[Any, Callable]:
-    """(graphdef, create): `create(key)` is the jitted program of `init`, to be lowered and read."""
+    """(graphdef, create): `create(key)` is `init`'s jitted program, which can be lowered too."""
     graphdef, abstract = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
 
     def create(key):
@@ -46,30 +47,31 @@ def initializer(config: Config, mesh: Mesh, rule: Any, optimizer: Any) -> tuple[
 def optimizer(
     peak: float = 3e-3, steps: int = 300, warmup: int = 20
 ) -> optax.GradientTransformation:
-    """AdamW after clipping the global norm to 1, with linear warm-up and cosine decay to 0."""
+    """AdamW by `Optimizer`, clipping at 1, with linear warm-up and cosine decay to 0 at `steps`."""
     cosine = "warmup_cosine_decay_schedule"
     return Optimizer(schedule=cosine, peak=peak, warmup=warmup, decay=steps).transformation()
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """An optimizer and its schedule, each a function of optax (or optax.contrib) by name, which is
-    given the settings that it takes.
+    """The settings of an optimizer and its schedule, functions of optax or optax.contrib by name.
+
+    Each function gets those of the settings for which it has a parameter.
     """
 
-    name: str = "adamw"
-    schedule: str = "warmup_constant_schedule"
-    peak: float = 3e-3  # learning rate after the warm-up
-    warmup: int = 20  # steps
-    decay: int = 1000  # the step at which a schedule that decays has arrived, warm-up included
-    end: float = 0.0  # the learning rate there
-    weight_decay: float = 0.1
-    clip: float | None = 1.0  # of the gradients' global norm
-    moments: str | None = None  # dtype of the first moment; None: that of the parameters
+    name: str = "adamw"  #: The optimizer's function.
+    schedule: str = "warmup_constant_schedule"  #: The schedule's function.
+    peak: float = 3e-3  #: The learning rate after the warm-up.
+    warmup: int = 20  #: The steps of the warm-up.
+    decay: int = 1000  #: The step at which a schedule has decayed, counted from the run's first.
+    end: float = 0.0  #: The learning rate from that step on.
+    weight_decay: float = 0.1  #: The optimizer's factor of weight decay.
+    clip: float | None = 1.0  #: Global norm to which gradients are clipped. None clips nothing.
+    moments: str | None = None  #: Dtype of the first moment. None is that of the parameters.
 
     def rate(self) -> Any:
-        """The learning rate by step, counted from 0; a ValueError where optax has no such schedule,
-        or it needs more than what stands here.
+        """The schedule, a function of the step, from 0 on, to the learning rate; a ValueError if
+        optax has no such schedule, or the schedule needs an argument that is no field here.
         """
         begins = self.schedule in ("linear_schedule", "cosine_decay_schedule")  # at the peak
         given = dict(init_value=self.peak if begins else 0.0, end_value=self.end)
@@ -78,8 +80,9 @@ class Optimizer:
         return _called("schedule", self.schedule, warmup_steps=self.warmup, **given)
 
     def transformation(self) -> optax.GradientTransformation:
-        """The optax transformation: clipping, then the optimizer; a ValueError as in `rate`, or
-        where `moments` is no dtype, or not to be chosen there.
+        """The optax transformation that clips gradients, then runs the optimizer; a ValueError as
+        in `rate`, for `name` too, or if `moments` is neither "bfloat16" nor "float32", or the
+        optimizer has no argument for it.
         """
         given = dict(learning_rate=self.rate(), weight_decay=self.weight_decay)
         if self.moments is not None:
@@ -120,12 +123,15 @@ def _called(setting, name, **given):
 def step(
     loss: Callable, optimizer: Any, microbatches: int = 1, jit: Callable = jax.jit
 ) -> Callable:
-    """A jitted `(params, opt_state, batch, key=None) -> (params, opt_state, mean_loss)`.
+    """A jitted training step, `(params, opt_state, batch, key=None) -> (params, opt_state, mean)`.
 
-    `loss` and `microbatches` are those of `objective.value_and_grad`; `optimizer` is any optax
-    transformation. With a `key`, one for each step, dropout is on. `params` and `opt_state` are
-    donated: use only what is returned. `jit` compiles it, by
-    `functools.partial(rules.jit, mesh=..., in_rules=...)` in a layout.
+    `loss` and `microbatches` are those of `objective.value_and_grad`, whose mean loss is `mean`;
+    `optimizer` is any optax transformation. With a `key`, one for each step, dropout is on.
+    `params` and `opt_state` are donated: use only what is returned. `jit` compiles it, for a mesh
+    `functools.partial(rules.jit, mesh=..., in_rules=...)`.
+
+    Raises, when called:
+      ValueError: rows that `microbatches` do not divide, and what `jit` raises.
     """
     mean_and_grad = objective.value_and_grad(loss, microbatches)
 

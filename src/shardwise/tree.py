@@ -1,12 +1,14 @@
-"""Pytrees: their leaves, with paths and axis names, and whose an optimizer's arrays are.
+"""Pytrees: their leaves, by path, and the parameter to which each array of an optimizer belongs.
 
-    tree.leaves(params)                   # [("blocks/q/kernel", array), ...], for any pytree
-    tree.owners(tx.init(params), params)  # for each array of the state its parameter, or None
+Both functions take any pytree:
 
-An optimizer keeps trees that are built as the parameters are: Adam's `mu` and `nu`, an average, the
-accumulated gradients. Such a part of the state is found wherever it stands, below chains, masks and
-wrappers; an array in it belongs to the parameter in the same place. The ends of paths would not do:
-parameters `{"w": …, "mu": {"w": …}}` have two moments whose paths end in `mu/w`.
+    tree.leaves(params)                   # [("blocks/q/kernel", array), ...]
+    tree.owners(tx.init(params), params)  # for each leaf of the state an Owner, or None
+
+An optimizer keeps copies of the parameters' tree: Adam's `mu` and `nu`, an average, the accumulated
+gradients. Such a copy is found wherever it stands in the state, below chains, masks and wrappers;
+an array in it belongs to the parameter in the same place. The ends of paths would not do: of
+parameters `{"w": …, "mu": {"w": …}}` two moments have paths that end in `mu/w`.
 """
 
 import itertools
@@ -26,11 +28,11 @@ _METADATA = ("logical_axes", "out_sharding", "sharding_names", "sharding")
 
 
 def leaves(tree: Any) -> list[tuple[str, Any]]:
-    """[(path, leaf)] in the order of `jax.tree.leaves`.
+    """A list of (path, leaf), in the order of `jax.tree.leaves`.
 
     Paths read `blocks/q/kernel` whether the tree is a dict, a tuple, a dataclass or an `nnx.State`.
     What boxes an array, an NNX variable or Linen's `Partitioned`, adds nothing to its path. A bare
-    array has the path "". Keys that hold a "/" may give two leaves one path.
+    array has the path "". If keys have a "/" in them, two leaves may have one path.
     """
     return [("/".join(keys), leaf) for keys, leaf, _ in walk(tree)]
 
@@ -157,9 +159,9 @@ def _for_each_axis(leaf, names):
 
 
 class Owner(NamedTuple):
-    """The parameter of an array: its place among the parameters' leaves, its path and its shape.
-
-    `axes` are the axes of the parameter that the array has, as `_axes` tells; None if none.
+    """The parameter to which an array belongs: its number among the parameters' leaves, its path
+    and its shape. `axes` has, for each axis of the array, the number of the parameter's axis that
+    it is, or None for an axis of its own; it is None if the array has no axis of the parameter.
     """
 
     index: int
@@ -169,12 +171,13 @@ class Owner(NamedTuple):
 
 
 def owners(state: Any, params: Any, is_leaf: Callable | None = None) -> list[Owner | None]:
-    """The `Owner` of each leaf of `state`, in order; None for counters, tables and the like.
+    """A list with an `Owner` for each leaf of `state`: the parameter to which the leaf belongs.
 
-    `params` may hold anything with a shape; of a leaf without one (`is_leaf` says what is one in
-    `params`) only its place counts. A part of the state that is built as the parameters are may
-    have holes, where a mask left parameters out. What is in no such part is looked for in those
-    that have several arrays for a parameter, and then in those that have some of the parameters.
+    It is None for counters, tables and the like. A leaf of `params` that has no shape is matched by
+    its place alone; `is_leaf` says what is a leaf of `params`, as for `jax.tree.leaves`. A copy of
+    their tree may have holes, where a mask left parameters out. Leaves in no such copy are looked
+    for in parts that have several arrays for each parameter, then in those whose arrays have other
+    shapes, and last in those that have only some of the parameters.
     """
     arrays, parameters = _by_keys(state), _by_keys(params, is_leaf)
     parts: dict[tuple, dict] = {}  # of the state, from the outside in: {where: {keys there: leaf}}

@@ -21,10 +21,11 @@ _FOLDER = "digests"
 
 
 class Chunks(NamedTuple):
-    """The chunks in which one array is stored.
+    """The chunks in which one array is stored: its `shape`, a `chunk`'s, and their `places`.
 
-    `places` maps a chunk's number along each axis to (file, offset, bytes) in the item's directory.
-    Chunks are compressed, those at an array's end padded; one below a kilobyte has no place.
+    `places` maps a chunk's numbers along all axes, a tuple, to (file, offset, bytes) in the item's
+    directory. Chunks are compressed, those at an array's end padded; one whose bytes are below a
+    kilobyte lies in the index, and has no place.
     """
 
     shape: tuple[int, ...]
@@ -32,7 +33,7 @@ class Chunks(NamedTuple):
     places: dict[tuple[int, ...], tuple[str, int, int]]
 
     def touched(self, index: tuple[slice, ...]) -> list[tuple[int, ...]]:
-        """The chunks that a block touches; `index` is a slice for each axis, or for the first."""
+        """A list of the numbers of the chunks in a block; `index` has slices of its first axes."""
         whole, layers = slice(None), []
         cuts = itertools.zip_longest(index, self.shape, self.chunk, fillvalue=whole)
         for cut, size, width in cuts:

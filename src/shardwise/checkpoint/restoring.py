@@ -22,13 +22,13 @@ _SHOWN = 10  # of the leaves that differ; whole models may
 
 
 def latest(directory: str | os.PathLike) -> int | None:
-    """The newest complete step in the directory, or None."""
+    """The newest complete step in the directory, an int; None if there is none, or no directory."""
     with reader(address(directory)) as manager:
         return manager.latest_step()
 
 
 def stored(directory: str | os.PathLike, step: int, item: str) -> dict[str, Chunks]:
-    """{path: Chunks} of an item's arrays, by its index in a local directory."""
+    """A dict from paths to the `Chunks` of one item's arrays, by its index in a local directory."""
     folder = Path(address(directory), str(step), item)
     metadata = ocp.PyTreeCheckpointHandler().metadata(folder).tree
     return chunks.chunks_of(metadata, chunks.places(folder))
@@ -40,19 +40,19 @@ def restore(
     step: int | None = None,
     partial: bool = False,
 ) -> dict[str, Any]:
-    """The items of `target`, read from `step` (by default the newest complete one).
+    """A dict like `target`, its items read from `step` (by default the newest complete one).
 
-    `target` is a dict of any of the saved items, whose leaves say what comes back, and where. A
-    jax.Array or jax.ShapeDtypeStruct with a sharding brings an array so laid out, of which each
-    process reads the chunks that its devices need; one that is uncommitted or without a sharding,
-    an uncommitted array on the default device; a NumPy array or a Python number, one of these.
-    `jax.eval_shape` and `rules.shardings` make such targets. For plain data, any value without
-    arrays will do, such as None. With `partial`, leaves that only the checkpoint has are left
-    unread: drop a new head from the target, and keep its fresh values.
+    `target` is a dict of any of the saved items, whose leaves say what comes back, and where. For a
+    jax.Array or jax.ShapeDtypeStruct with a sharding it is an array so laid out, of which each
+    process reads the chunks that its devices need. For one that is uncommitted or has no sharding
+    it is an uncommitted array on the default device; for a NumPy array, a NumPy array; for a Python
+    number, a number of its type. `jax.eval_shape` and `rules.shardings` make such targets. For
+    plain data, any value without arrays will do, such as None. With `partial`, leaves that only the
+    checkpoint has are left unread: drop a new head from the target, and keep its fresh values.
 
     A save of this process that is under way is waited for. Before any array is restored, all is
     compared with the checkpoint's metadata, and the chunks that devices need with their checksums;
-    dtypes are never cast. Several processes restore together, and the newest step that all see.
+    dtypes are never cast. All processes call this together; the newest step is one that all see.
 
     Raises:
       FileNotFoundError: no such directory or step, or the step is incomplete.

@@ -42,14 +42,16 @@ def save(
     that fails (on Python 3.12.0 and 3.12.1, which start no threads by then, call `wait`). The step
     appears all at once or, after a crash, not at all. A save that is still under way is waited for
     first, in several processes also one to another directory. The `keep` newest steps stay (None:
-    all), and what dead programs left unfinished is deleted. Until `wait` other programs cannot save
-    to the directory, but on a bucket, which has no lock; threads take turns.
+    all), and what dead programs left unfinished is deleted. Until `wait` returns other programs
+    cannot save to this directory (a bucket has no lock); threads of this one take turns.
 
-    A process reads the chunks, of at most `chunk_bytes`, that its part of an array touches. An
-    array that lies cut along some axes is cut further along those only, while they last.
+    Arrays are stored in chunks of at most `chunk_bytes`; `restore` reads those that a process's
+    part of an array touches. A device's part is cut along its shortest axes first (if it makes 16
+    chunks or more), then along axes that devices cut, then along others.
 
-    Several processes call this together. That step and state are the same is checked at every save,
-    and at the first one what each has for itself: NumPy arrays, arrays whole on every device.
+    All processes call this together. Every save compares their steps, plain data, and the arrays'
+    shapes, dtypes and shardings; the first one also the values of NumPy arrays, and of arrays that
+    are whole on every device.
 
     Raises:
       ValueError: `step` is not newer than the newest there, the state cannot be saved, a process

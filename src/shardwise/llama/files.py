@@ -36,13 +36,13 @@ def load(
     given has the same sizes; its `param_dtype` is what weights become. Without a mesh all lies on
     the default device. A process reads once what its devices need, and holds at a time no more
     than their part of one parameter (where head_dim is cut, each device reads whole heads, a
-    layer's at a time). Tied embedding and head become two parameters.
+    layer's at a time). A tied head becomes a parameter of its own, as `tied=False` has it.
 
     Raises:
       FileNotFoundError: a file is missing.
-      ImportError: safetensors is.
-      ValueError: what `llama.config` raises; a config of other sizes; missing or unexpected names,
-        other shapes; a rule without a mesh or a mesh without a rule; what the rule raises.
+      ImportError: safetensors is not installed.
+      ValueError: what `llama.config` raises; a config of other sizes or parts; missing or other
+        names or shapes; a rule without a mesh, or a mesh without one; what the rule raises.
     """
     if (rule is None) != (mesh is None):
         raise ValueError("llama.load: give both rule= and mesh=, or neither for one device.")

@@ -107,8 +107,8 @@ def config(folder: str | Path) -> Config:
 
     Raises:
       FileNotFoundError: there is no `config.json`.
-      ValueError: another architecture than LlamaForCausalLM, or what the decoder does not have:
-        biases, another activation, scaled rotary positions, quantized weights.
+      ValueError: a field is missing; another architecture or dtype; or what is not read here:
+        biases, another activation than silu, scaled rotary positions, quantized weights.
     """
     fields, where = read(folder), Path(folder, CONFIG)
     if missing := [name for name in _SIZES.values() if name not in fields]:

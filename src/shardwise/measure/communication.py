@@ -23,7 +23,7 @@ _STRATEGY = re.compile(
 
 
 def collectives(program: Any, device: int | None = None) -> Collectives:
-    """The `Collectives` of a lowered program, a compiled one, or one's optimized HLO text.
+    """The `Collectives` of a lowered program, of a compiled one, or of its optimized HLO text.
 
     A compiled program (a `jax.stages.Compiled`, or what `topology.compile` returns) holds what
     really runs on one device, written by hand or inserted by the compiler, in the dtypes of its
@@ -32,14 +32,14 @@ def collectives(program: Any, device: int | None = None) -> Collectives:
     to the compiler; one for several devices without any `shard_map` is an error.
 
     An asynchronous start and done are one collective, a group of one device sends nothing, and of
-    a conditional's branches the one that sends the most is counted. A loop in the scope of
-    `marks.turns` runs as often as that says, on the `device` asked for, or that which sends the
-    most in all: `.device` of the result, a number among those told apart.
+    a conditional's branches the one that sends the most is counted. A loop within `marks.turns`
+    runs as often as that says for `device`, a place in its list of numbers; by default for the
+    device that sends the most. `.device` of the result tells which.
 
     In a TPU's program, what is carried by fusions counts once, where it starts; an all-reduce of
     which the same fusion keeps a share is a reduce-scatter, of the padded array; transfers between
     slices are kinds of their own, such as "all-reduce between slices"; and ragged-all-to-all
-    counts as if every row left its device: a bound.
+    counts as if every row left its device, which is a bound.
 
     Raises:
       TypeError: `program` is none of these.

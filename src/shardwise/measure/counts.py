@@ -77,13 +77,13 @@ class Op:
 
     @property
     def payload_bytes(self) -> int | float:
-        """The bytes of the full tensor, of all trips together: see `Collectives`."""
+        """The bytes of the full tensor, of all trips together, as `Collectives` says."""
         gathered = self.group_size if self.kind.startswith("all-gather") else 1
         return sum(array.bytes for array in self.arrays) * gathered * self.trips
 
     @property
     def ring_bytes(self) -> int | float:
-        """The bytes that a device sends in a ring, in all trips: see `Collectives`."""
+        """The bytes that a device sends in a ring, in all trips, as `Collectives` says."""
         n, size = self.group_size, self.payload_bytes
         if n is None:  # of places on other slices no numbers are told
             away = self.kind.endswith(BETWEEN_SLICES) or any(a != b for a, b in self.groups)
@@ -104,15 +104,18 @@ class Count(NamedTuple):
 
 
 class Collectives(Shown, dict[str, Count]):
-    """{kind of collective: its `Count`} of the kinds that occur; `.ops` holds every instruction.
+    """A dict from the kinds of collectives in a program, such as "all-gather", to the `Count` of
+    each. It shows itself as a table; `.ops` has an `Op` for each instruction, in an order in which
+    they may run.
 
-    The fields of a `Count`, `.ring_bytes` and so on, are those of all kinds together, per device
-    and for all trips. `payload_bytes` is the size of the full tensor B: what an all-gather yields,
-    what enters another collective on one device. `ring_bytes` is what one device sends when n
-    devices pass it on in a ring: B(n-1)/n, twice that for an all-reduce, and B itself for a
-    collective-permute (at the end of an open chain, nothing). An all-to-all's B(n-1)/n is what a
-    device sends of its own, as over a switch: one way round a ring, where blocks are passed on, it
-    would be B(n-1)/2. `.ops` stand in an order in which they may run.
+    A `Count` has `static`, the instructions in the program, and, for one device in all trips of
+    loops, `dynamic`, the times that they run, `payload_bytes` and `ring_bytes`. The attributes of
+    these names are sums over all kinds. `payload_bytes` is the size of the full tensor B: what an
+    all-gather yields, what enters another collective on one device. `ring_bytes` is what one device
+    sends when n devices pass it on in a ring: B(n-1)/n, twice that for an all-reduce, and B itself
+    for a collective-permute (at the end of an open chain, nothing). An all-to-all's B(n-1)/n is
+    what a device sends of its own, as over a switch: one way round a ring, where blocks are passed
+    on, it would be B(n-1)/2.
     """
 
     _columns = ("collective", "in program", "times run", "payload bytes", "ring bytes per device")
@@ -144,11 +147,11 @@ def parted(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[An
 
 
 def by_axis(found: Collectives, mesh: Mesh | AbstractMesh) -> dict[tuple[str, ...], Collectives]:
-    """{mesh axes: the `Collectives` along them}, keys and the axes of each in the order of `mesh`,
-    the program's.
+    """A dict from tuples of mesh axes to the `Collectives` along exactly these axes.
 
-    An axis counts if devices that take part together differ in their place along it: a sum over all
-    devices of a mesh of two axes stands under both names. What moves nothing is left out.
+    Keys, and the axes in each, are in the order of `mesh`, the program's. An axis is in a key if
+    devices that take part together differ in their place along it: a sum over all devices of a mesh
+    of data and model has the key `("data", "model")`. What moves nothing is left out.
 
     Raises:
       ValueError: a collective among other devices than those of the mesh, or, between slices of

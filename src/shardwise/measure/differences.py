@@ -23,7 +23,7 @@ _SUMS = ("reduce-scatter", "all-gather")  # what an all-reduce may do the work o
 
 
 class Difference(NamedTuple):
-    """Collectives of the compiled program, and ring bytes of a device: `written`, `compiled`."""
+    """The number of collectives compiled, `static`, and a device's ring bytes, before and after."""
 
     static: int
     written: float
@@ -36,7 +36,7 @@ class Difference(NamedTuple):
 
 
 class Differences(Shown, dict[str, Difference]):
-    """{name: the `Difference`} of those that occur; shown as a table."""
+    """A dict from the names that occur to the `Difference` of each, which is shown as a table."""
 
     _columns = ("what became of it", "in program", "ring bytes written", "compiled", "more")
 
@@ -47,23 +47,24 @@ class Differences(Shown, dict[str, Difference]):
 def differences(lowered: Any, compiled: Any, also: Iterable[Op] = ()) -> Differences:
     """The `Differences`: what became in `compiled` of each collective written in `lowered`.
 
-    Both are what `collectives` takes, of one program; `also` are those that the compiler is to
-    insert, and count as written. A collective is known again by its kind, its elements and how many
-    devices take part; one in a loop once for each trip, one of several arrays by each. Names:
+    Both are what `collectives` takes, of one program. `also` holds an `Op` for each collective that
+    the compiler is to insert; these count as written. A collective is recognised by its kind, its
+    elements and how many devices take part; one in a loop once for each trip, one of several arrays
+    by each. Names:
 
-    - as written; combined, several arrays in one; narrowed, or widened, to another dtype;
-    - padded, so that all shares are alike, and what trims them again;
-    - all-reduce, in the place of a gather or scatter, over several axes of a torus at once;
-    - divided, where arrays are written whole that the compiler cuts along axes left to it;
-    - of equal rows, of which the compiler sends one;
-    - dropped, where it is written several times or in a loop, and done fewer times, or is expected;
-    - repeated, where it is done more often than written;
-    - windowed, the shares of a product's operand passed on beside it, by the compiler;
-    - inserted, along axes left to the compiler, or outside of `jax.shard_map`;
-    - left over: none of these.
+    - "as written"; "combined": several arrays in one; "narrowed" or "widened": to another dtype;
+    - "padded": so that all shares are alike, and what trims them again;
+    - "all-reduce": instead of a gather or scatter, over several axes of a torus at once;
+    - "divided": of arrays written whole that the compiler cuts along axes left to it;
+    - "of equal rows": of which the compiler sends one;
+    - "dropped": written several times or in a loop, and done fewer times; or in `also`, and absent;
+    - "repeated": done more often than written;
+    - "windowed": shares of a product's operand, which the compiler passes on beside the product;
+    - "inserted": along axes left to the compiler, or outside of `jax.shard_map`;
+    - "left over": none of these.
 
-    `written` of all names is what `lowered` and `also` send, `compiled` what `compiled` sends: both
-    on the device that sends the most as `lowered` is written.
+    Summed over all names, `written` is what `lowered` and `also` send, and `compiled` what
+    `compiled` sends, both for the device that sends the most in `lowered`.
     """
     if isinstance(lowered, jax.stages.Lowered):
         lowered = hlo.lowered(lowered)  # read here, since nothing in it need be written by hand

@@ -17,16 +17,16 @@ _PRODUCTS = r"gemm|matmul|dot|conv(?!ert)|fmha|triton|mosaic|tpu_custom_call"
 def flops(compiled: Any) -> int:
     """FLOPs that one device performs in the matrix products and convolutions of a program.
 
-    A product is 2 × output elements × contracted size, a convolution the same over the kernel's
+    A product counts 2 × output elements × contracted size, a convolution the same over the kernel's
     positions that meet data; in fusions and library calls too, times the trips of the loops around
-    them. Of a conditional's branches the one with most counts. A loop in the scope of `marks.turns`
-    runs as often as that says, on the device that performs most in all.
+    them. Of a conditional's branches the one with the most counts. A loop within `marks.turns`
+    runs as often as that says, for the device that performs the most.
 
-    Not counted: elementwise work, among it inner products (neither side has an axis of its own)
-    and outer ones (nothing is contracted), which some backends compile to it, and in a program for
-    GPUs products with a vector; transforms; solvers. What a backend pads is counted as it runs. A
-    Pallas kernel counts by `marks.kernels` around it, or by the formula that its author gave it
-    (`pl.CostEstimate`); cuDNN's attention by the scores that its mask lets through.
+    Not counted are elementwise work; inner products (no side has an axis of its own) and outer ones
+    (nothing is contracted), which some backends compile to elementwise work; on GPUs products with
+    a vector; transforms; solvers. What a backend pads is counted as it runs. A Pallas kernel counts
+    by `marks.kernels` around it, or else by its `pl.CostEstimate`; cuDNN's attention by the scores
+    that its mask lets through.
 
     Raises:
       TypeError: `compiled` is no `jax.stages.Compiled`, nor what `topology.compile` returns.

@@ -20,7 +20,9 @@ _REFUSALS = (
 
 
 class DeviceBytes(NamedTuple):
-    """Bytes on one device while a compiled program runs."""
+    """Bytes on one device while a program runs. Arguments that are `aliased`, as donated ones are,
+    lie where outputs will; `temporaries` are one buffer for all intermediate values at their peak.
+    """
 
     arguments: int
     outputs: int
@@ -29,14 +31,13 @@ class DeviceBytes(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Arguments, outputs and temporaries; what is aliased (donated) is held only once."""
+        """Arguments, outputs and temporaries, what is aliased only once."""
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
 
 def bytes_per_device(compiled: Any) -> DeviceBytes:
     """The `DeviceBytes` of a `jax.stages.Compiled`, or of what `topology.compile` returns.
 
-    The temporaries are the size of one buffer that serves all intermediate values, at their peak.
     Something else than these is a TypeError, and a backend that tells no memory a ValueError.
     """
     # Not `peak_memory_in_bytes`: on CPU it is below the temporaries alone.
@@ -51,10 +52,10 @@ def bytes_per_device(compiled: Any) -> DeviceBytes:
 
 
 def bytes_on_devices(tree: Any) -> dict[jax.Device, int]:
-    """{device: bytes that the tree's arrays hold on it} of the devices that this process sees.
+    """A dict from each device of this process to the bytes that the tree's arrays hold on it.
 
-    An array that stands in the tree twice counts once, a deleted or donated one not at all, as
-    NumPy arrays and Python numbers. Any other leaf is a TypeError.
+    An array that is in the tree twice counts once. Deleted or donated ones, NumPy arrays and Python
+    numbers count nothing; any other leaf is a TypeError.
     """
     arrays, sizes = {}, Counter()
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -75,8 +76,8 @@ def bytes_on_devices(tree: Any) -> dict[jax.Device, int]:
 
 @dataclass(frozen=True)
 class Fit:
-    """`needed` and `allowed` bytes on a device; true if the program fits. `memory` tells what for,
-    None of one that was refused; `buffers` are the largest arrays, where they are known.
+    """The `needed` and `allowed` bytes on a device, true if the program fits. `memory` tells what
+    for, or is None if it was refused; `buffers` are the largest arrays, where they are known.
     """
 
     needed: int
@@ -96,16 +97,16 @@ class Fit:
 
 
 def fits(program: Any, allowed: int | None = None) -> Fit:
-    """The `Fit` of a compiled program, or of the error with which a compiler refused one.
+    """The `Fit` of a compiled program into a device's memory, or of a compiler's refusal, an error.
 
     A program needs its arguments and outputs, less what is aliased, and its temporaries: so much
     at most, since temporaries may lie where a donated argument was. `needed` is what the compiler
     counted, where it says so. What the device allows is known for what `topology.compile` returns
-    or raises, and for TPU's errors; for another `jax.stages.Compiled` say `allowed`, in bytes.
+    or raises, and for TPU's errors; for another `jax.stages.Compiled` give `allowed`, in bytes.
     (libtpu 0.0.23 returns what does not fit with its arguments and outputs, and this tells.)
 
     Raises:
-      TypeError: neither a compiled program nor an error.
+      TypeError: `program` is neither a compiled program nor an error.
       ValueError: `allowed` is not known, or the error tells no numbers.
     """
     buffers = getattr(program, "buffers", ())

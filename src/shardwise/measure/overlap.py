@@ -16,11 +16,11 @@ _HANDS_ON = ("tuple", "bitcast", "copy", "opt-barrier")
 
 @dataclass(frozen=True)
 class Beside:
-    """One collective instruction, in one of its `times` runs; times in seconds.
+    """One collective instruction, `op`, in one of the `times` that it runs; times are in seconds.
 
-    `lanes` are the directions of links along which it sends, `seconds` its part of what those take
-    that share them at once. `products` are the instructions that multiply between start and end,
-    `arithmetic` their time at the chip's peak, `covered` its part of that: no second has two.
+    It sends along `lanes` directions of links; `seconds` is its part of what those take that share
+    links at once. `products` are the instructions that multiply between its start and its end,
+    `arithmetic` their time at the chip's peak, and `covered` its part of that: no second has two.
     """
 
     op: Op
@@ -34,7 +34,9 @@ class Beside:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Every collective of a program with what stands beside it, and the sums over all runs."""
+    """Every collective of a program, with the products beside it, and the sums over all runs; in
+    `seconds`, all of communication, those `exposed`, and the covered `share` of the bytes.
+    """
 
     found: tuple[Beside, ...]
 
@@ -67,23 +69,23 @@ class Overlap:
 
 
 def overlap(program: Any, chip: Any) -> Overlap:
-    """The `Overlap` of a program compiled for TPUs, on a `chip` of `topology.CHIPS`.
+    """The `Overlap` of communication and products in a TPU's program, on one of `topology.CHIPS`.
 
     A TPU's program is printed in the order in which it runs. What stands between the start of a
     collective and its end can run beside it; synchronous collectives are exposed. How long each
     takes is a model: bytes over the links that the compiler's strategy uses, as its text and the
     torus let us infer; FLOPs, as `flops` counts them, over the peak in bfloat16; nothing else.
 
-    A strategy has colors, parts of the array that travel at once. Where its name begins with
-    `UniDirection` each counts for one direction, else (`StrategyRing`, `StrategyND`) for two, which
-    the text does not say: for the same axes the compiler then has half as many. No more links count
-    than there are: along each of several axes two where it closes into a ring, one where it is a
-    line, or two chips; along one axis two, as if the chips lay on a ring.
+    A strategy has colors, parts of the array that travel at once. If its name begins with
+    `UniDirection`, a color uses one direction of a link, in others (`StrategyRing`, `StrategyND`)
+    two. The text does not say so: we infer it, since these have half as many colors for the same
+    axes. No more links count than there are: along each of several axes two if it closes into a
+    ring, one if it is a line or two chips; along one axis two, as if the chips lay on a ring.
 
-    Permutes, all-to-alls and sums among two go from link to link between the devices' places, the
-    shorter way along one axis after another, and the link with the most bytes tells the time. Those
-    that begin before any of them is awaited run at once: together as long as the busiest link.
-    Where places are not known, as of text, each device has its links for itself: a permute one.
+    Permutes, all-to-alls and sums between two devices go from link to link between their places,
+    the shorter way along one axis after another, and the link with the most bytes tells the time.
+    Those that begin before any of them is awaited run at once, and take as long as the busiest
+    link. Where places are not known, as in text, devices share no link, and a permute uses one.
 
     Raises:
       TypeError: `program` is no compiled program.
@@ -199,7 +201,7 @@ def _follow(frame, order, held):
 
 class Span(NamedTuple):
     """The seconds from `start` to `end` in which instruction `name` occupies its lane: "products",
-    or of a collective of that `kind` "links"; beside `asynchronous` ones products may run.
+    or for a collective of that `kind` "links"; beside `asynchronous` ones products may run.
     """
 
     lane: str
@@ -211,12 +213,11 @@ class Span(NamedTuple):
 
 
 def lanes(program: Any, chip: Any, trips: int = 2) -> tuple[Span, ...]:
-    """The spans of that computation of a program which sends the most: a loop's body, in general.
+    """A timeline of the computation that sends the most in a program, usually a loop's body.
 
-    Its instructions run in the order in which they stand, for as long as `overlap` takes them to:
-    products, and collectives one after the other, of which a synchronous one lets nothing else run,
-    and an asynchronous one is waited for where it ends. Of a loop, the first `trips` are shown.
-    Raises what `overlap` does.
+    A `Span` is a product or a collective, in the program's order and for as long as `overlap`
+    estimates. Collectives follow each other; beside a synchronous one nothing runs, an asynchronous
+    one is awaited where it ends. Of a loop the first `trips` are shown. Raises what `overlap` does.
     """
     groups = _begun("lanes", program)
     most = max(groups, key=lambda g: sum(b.value.ring_bytes * b.times for b in g), default=())

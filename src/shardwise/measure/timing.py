@@ -9,7 +9,7 @@ import numpy as np
 
 
 class StepTime(NamedTuple):
-    """Seconds of one call: the median, and the spread between the quartiles, on what device."""
+    """The seconds of a call: their median, the spread between their quartiles, and the device."""
 
     median_s: float
     spread_s: float
@@ -17,11 +17,14 @@ class StepTime(NamedTuple):
 
 
 def step_time(fn: Callable, *args: Any, repeats: int = 10, carry: int = 0) -> StepTime:
-    """The `StepTime` of `fn(*args)`, each call waited for, after a first one, which compiles.
+    """The `StepTime` of `fn(*args)`, of `repeats` calls, each waited for, after one that compiles.
 
-    `carry=k` gives the first k results of each call to the next as its first k arguments: a
-    step that donates its state needs that, and consumes the state it was given. A ValueError where
-    `fn` donates what the next call needs, or returns fewer results, or a number is too small.
+    `carry=k` gives the first k results of each call to the next as its first k arguments: a step
+    that donates its state needs that, and consumes the state that it was given.
+
+    Raises:
+      ValueError: `fn` donates what the next call needs, or returns fewer than `carry` results;
+        `repeats` is below 1, or `carry` is not between 0 and the number of arguments.
     """
     if repeats < 1 or not 0 <= carry <= len(args):
         raise ValueError(

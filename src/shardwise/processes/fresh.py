@@ -15,14 +15,14 @@ _registering = threading.Lock()
 
 
 def command(function: Callable, *args: Any) -> list[str]:
-    """The argument list of a Python that calls `function(*args)`, for whatever starts processes.
+    """The command, a list of words, of a Python that calls `function(*args)`, for `subprocess`.
 
-    The function goes there by value, as do the arguments and what it names of its own module, of
-    which nothing else is run there; other modules are imported (but those below its own, where this
-    is a package's __init__: they go by value too).
+    Function and arguments are pickled by value, with what the function uses of its own module (or
+    of modules below it, if that is a package's __init__); the rest of that module is not run there.
+    Other modules are imported.
 
     Raises:
-      ValueError: that is more than an argument may have, 128 KiB on Linux.
+      ValueError: the pickle is longer than an argument may be, 128 KiB on Linux.
     """
     own = sys.modules[function.__module__]
     with _registering:
@@ -44,8 +44,8 @@ def command(function: Callable, *args: Any) -> list[str]:
 
 
 def start(function: Callable, *args: Any, xla_flags: str = "") -> subprocess.Popen:
-    """A fresh Python on CPU that runs `command(function, *args)`; its output is captured as text,
-    and `xla_flags` are added to this process's XLA_FLAGS.
+    """The `subprocess.Popen` of a fresh Python on CPU that calls `function(*args)`, by `command`.
+    Its pipes capture the output as text, and `xla_flags` are added to this process's XLA_FLAGS.
     """
     flags = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags}".strip()
     return subprocess.Popen(
@@ -58,9 +58,9 @@ def start(function: Callable, *args: Any, xla_flags: str = "") -> subprocess.Pop
 
 
 def run(function: Callable, count: int, *args: Any, xla_flags: str = "") -> list[str]:
-    """The output of each of `count` processes, which call `function(process, address, *args)`.
+    """A list of the texts that `count` processes print by `function(process, address, *args)`.
 
-    `process` counts from 0, and `address` is one of this machine alone, at a free port, where
+    `process` counts from 0, and `address` is 127.0.0.1 with a free port, at which
     `jax.distributed.initialize(address, count, process, coordinator_bind_address=address)` lets
     them find each other. None outlives this call, which waits an hour for each at most. `xla_flags`
     are as in `start`.

@@ -28,14 +28,16 @@ def join(
     devices: int | None = 8,
     heartbeat: int = 20,
 ) -> None:
-    """Make this process one of `count`, with its share of so many devices, simulated or real; with
-    devices=None, of all accelerators, or of eight simulated devices where there are none. Several
-    processes on one machine (a loopback address) would each take all of its accelerators: for them
-    devices=None is eight on CPU. For a GPU each, say devices, and CUDA_VISIBLE_DEVICES.
+    """Make this process number `index` of `count`, of which process 0 has `address`, "host:port".
 
-    Without the first three they are what SLURM, Kubernetes or a TPU VM says, else this is one
-    process. Call it before anything touches a device. `heartbeat` is after how many seconds a
-    silent process is taken for dead. JAX's preemption service, which takes SIGTERM, is off.
+    If these are None, SLURM, Kubernetes or a TPU VM says them, else this is one process. `devices`
+    is the number in all processes together, shared evenly, simulated or real. None means all
+    accelerators, or eight simulated devices: if there are none, or if several processes on one
+    machine (a loopback address) would each take all of its accelerators. For one GPU in each
+    process pass `devices=count`, and set CUDA_VISIBLE_DEVICES.
+
+    Call it before anything touches a device. After `heartbeat` seconds a silent process is taken
+    for dead. JAX's preemption service, which takes SIGTERM, is off.
 
     Raises:
       ValueError: some of address, count and index without the others; devices that the processes
@@ -127,7 +129,7 @@ def of_all(value: Any) -> list[Any]:
 
 
 def leave() -> None:
-    """Wait for the others, then leave, process 0 last: if it left first, they would be aborted."""
+    """Wait for the other processes, then leave; process 0, whose end would abort them, is last."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("leaving")
         jax.distributed.shutdown()

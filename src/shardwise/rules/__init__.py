@@ -1,9 +1,9 @@
-"""Layouts decided beside the model: rules that turn a pytree into PartitionSpecs.
+"""Rules that lay out pytrees beside the model: from arrays to PartitionSpecs.
 
-A rule is a callable `rule(tree, mesh)`. `tree` holds arrays or abstract arrays in any pytree, an
-`nnx.State` or an optax state included; the result has the tree's structure, with a PartitionSpec
-in the place of each array. Wherever a rule is taken, a PartitionSpec will do: it stands for every
-array that has axes.
+A rule is a callable `rule(tree, mesh)`. `tree` is a pytree of arrays or abstract arrays, also an
+`nnx.State` or an optax state; the result has the tree's structure, with a PartitionSpec in the
+place of each array. Wherever a function takes a rule, it takes a PartitionSpec too, for every array
+that has axes. `named_leaves` is `shardwise.tree.leaves`.
 """
 
 from shardwise.rules.compiling import jit

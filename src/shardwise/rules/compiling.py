@@ -27,26 +27,26 @@ def jit(
 
     Rules need shapes: they are resolved at the first call, or `.lower`, with arguments of a new
     structure, shape or dtype; for each of these `fn` runs in Python once. Arguments may be given by
-    keyword; one that is no array is bound before, by `functools.partial`.
+    keyword; bind one that is no array by `functools.partial`.
 
     `in_rules` is one rule for every argument, or a tuple with an entry for each: a rule, a
     PartitionSpec, a sharding, None, or a tree of these that is a prefix of the argument.
     `out_rules` is the same for the result. An argument committed to another layout than `in_rules`
-    gives it is an error, as with `jax.jit`; `rules.constrain_tree` within `fn` moves what lies
-    elsewhere. `names` gives `marks.constrain(x, name)` a meaning within `fn`: {name: rule or spec}.
+    gives it is an error, as with `jax.jit`; `rules.constrain_tree` within `fn` moves arrays to
+    another. `names` gives `marks.constrain(x, name)` a meaning within `fn`: {name: rule or spec}.
     An `fn` that is jitted already is traced again; what it donates has to be said here.
 
     Where parameters are cut along two mesh axes, as by FSDP over tensor parallelism, pin
-    activations, by `names` or by constraints of the model's own: left free, the compiler moves them
-    between layouts, holds and sends several times as much.
+    activations, by `names` or by constraints of the model's own. If they are left free, the
+    compiler moves them between layouts, and devices hold and send several times as much.
 
-    On a mesh of Explicit axes, JAX's own default, `fn` sees Auto ones: arguments are taken as they
-    lie, and results have the caller's types. Within a trace of the caller's, results that
-    `out_rules` does not lay out are whole.
+    On a mesh of Explicit axes, JAX's own default, `fn` is traced with Auto ones: arguments keep
+    their shardings, and results have Explicit types again. Where this is called while another
+    function is traced, results that `out_rules` does not lay out are replicated.
 
-    Raises:
-      ValueError: at that first call, what the rules raise, a tuple of the wrong length, a name that
-        `fn` never marks, an argument that lies elsewhere (named by its path).
+    Raises, when called:
+      ValueError: what the rules raise, a tuple of the wrong length, a name that `fn` never marks,
+        an argument that is laid out otherwise (named by its path).
     """
     auto = meshes.auto(mesh)
 

@@ -14,16 +14,17 @@ from shardwise.tree import LAYERS, Leaf, read
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LogicalRules(Rule):
-    """A table from logical axis names to mesh axes: a name, a tuple of names, or None for whole.
+    """A rule by a table from logical axis names to mesh axes: a name, a tuple of names, or None.
 
     Parameters carry the names: metadata `logical_axes` of an NNX variable, what
     `nnx.with_partitioning` leaves there, or Linen's boxes; to plain pytrees `names`, a tree of
     tuples, gives them. An unnamed leading axis is "layers", whole unless the table says otherwise.
-    `rules | {"embed": "fsdp"}` is a variant with that entry replaced.
+    `rules | {"embed": "fsdp"}` is a variant with that entry replaced. With `uneven="replicate"` an
+    axis that its mesh axes do not divide stays whole.
 
     Raises, when called:
       ValueError: a name without an entry, a mesh axis that the mesh lacks, two names of one array
-        on one mesh axis, an array without names, an axis that does not divide (see `Rule`).
+        on one mesh axis, an array without names, an axis that its mesh axes do not divide.
     """
 
     table: Mapping[str, Any]
@@ -47,10 +48,10 @@ class LogicalRules(Rule):
         return dataclasses.replace(self, table={**self.table, **changes})
 
     def spec(self, *axes: str | None, of: str = "an activation") -> PartitionSpec:
-        """The PartitionSpec of an activation with these logical axes; None for an unnamed one.
+        """The PartitionSpec of an activation with these logical axes, of which None names none.
 
         Raises:
-          ValueError: a name without an entry, or two names on one mesh axis, `of` what is told.
+          ValueError: a name without an entry, or two names on one mesh axis; it says `of` what.
         """
         owner, entries = {}, [self.entry(name, of, axes) for name in axes]
         for name, entry in zip(axes, entries, strict=True):
@@ -76,7 +77,7 @@ class LogicalRules(Rule):
         return Choice(self.spec(*leaf.axes, of=leaf.label), f"no mesh axis for {names}")
 
     def entry(self, name: str | None, path: str, axes: Sequence[str | None]) -> Any:
-        """The mesh axes of the logical axis `name`, one of the `axes` of an array."""
+        """The table's mesh axes for logical axis `name`, one of `axes` of the array at `path`."""
         table = {LAYERS: None, **self.table, None: None}
         if name not in table:
             raise ValueError(
@@ -88,14 +89,14 @@ class LogicalRules(Rule):
 
 
 class PathRules(Rule):
-    """Pairs of a regular expression and a PartitionSpec: the first that is found in a path counts.
+    """A rule by pairs of a regular expression and a PartitionSpec, the first found in a path.
 
     With `strict` every leaf of more than one element must match and every pattern be used;
-    otherwise unmatched leaves are replicated.
+    otherwise unmatched leaves are replicated. `uneven` is as in `LogicalRules`.
 
     Raises:
-      ValueError: a pair that is not a pattern and a spec; when called, all unmatched paths or
-        unused patterns, and what `Rule` lists.
+      ValueError: a pair that is not a pattern and a spec; when called, unmatched paths or unused
+        patterns, a spec that does not fit its array or the mesh, an axis that does not divide.
     """
 
     def __init__(
@@ -147,6 +148,7 @@ class PolicyRule(Rule):
 
     Raises, when called:
       TypeError: `fn` returned something else.
+      ValueError: a spec that does not fit its array or the mesh; see `uneven` in `LogicalRules`.
     """
 
     fn: Callable
@@ -164,19 +166,20 @@ class PolicyRule(Rule):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FSDPRule(Rule):
-    """A rule that cuts each array of `min_size` elements or more once along mesh axis `axis`.
+    """A rule that cuts each array of `min_size` elements or more along one of its axes, over mesh
+    axis `axis`, which may be a tuple of mesh axes, together one.
 
-    `axis` may be a tuple of mesh axes, together one. Of the axes that it divides the rule takes
-    the largest, of equally large ones the last; with `pick="first"` the first, whose parts are
-    contiguous, so that a collective by hand need not transpose them. Stacked layers are never cut:
-    they are the axis named "layers", or the leading one where `stacked(path)` is true. Where
-    neither tells, as in a plain tree, the first of three axes or more may be one of layers: it is
-    cut only where no other divides, and the error asks. With `over=` another rule, it cuts what
-    that one leaves whole: `FSDPRule("fsdp", over=tensor)`.
+    It cuts the largest of the array's axes that this divides, of equally large ones the last; with
+    `pick="first"` the first, whose parts are contiguous, so that a collective by hand need not
+    transpose them. An axis of stacked layers is never cut: one named "layers" (`names` are as in
+    `LogicalRules`), or axis 0 of arrays for which `stacked(path)` is true. If neither is given, as
+    for a plain tree, axis 0 of an array of three axes or more may be one of layers. If it alone
+    divides, that is an error, which asks for `stacked`; with `uneven="replicate"` it is cut. Axes
+    that `over`, another rule, has cut are left alone, as in `FSDPRule("fsdp", over=tensor)`.
 
     Raises, when called:
       ValueError: the mesh lacks the axis, or no axis of a large array divides by it (with
-        uneven="replicate" that array stays as it is).
+        `uneven="replicate"` that array stays whole, or as `over` has it).
     """
 
     axis: str | tuple
@@ -225,7 +228,7 @@ class FSDPRule(Rule):
         return Choice(PartitionSpec(*entries))
 
     def stacks(self, tree: Any) -> list[bool]:
-        """A bool for each array of `tree`: whether axis 0 is known to be one of layers."""
+        """A list with a bool for each array of `tree`, whether axis 0 is known to be of layers."""
         leaves = read(tree, self._known_names())
         return [bool(x.shape) and not self._unsaid(x) and self._layers(x, 0) for x in leaves]
 

@@ -15,9 +15,10 @@ MESH = jax.make_user_context(None)  # of constraints, and a part of the keys of 
 
 
 def shardings(rule: Any, tree: Any, mesh: Mesh) -> Any:
-    """The tree's NamedShardings; `rule` may also be a tree of rules, a prefix of `tree`.
+    """A tree of NamedShardings, one for each array of `tree`, by a rule or a tree of rules.
 
-    In such a tree a sharding stands for itself, and None for "not said".
+    A tree of rules is a prefix of `tree`, in which a sharding stands for itself, and None for "not
+    said". Arrays may be abstract.
 
     Raises:
       ValueError: what the rule raises, or a tree of rules that is no prefix of `tree`.
@@ -45,16 +46,16 @@ def shardings(rule: Any, tree: Any, mesh: Mesh) -> Any:
 
 
 def place(tree: Any, rule: Any, mesh: Mesh) -> Any:
-    """`tree` with each array laid out by `rule`, wherever it was before.
+    """`tree` with each array laid out by `rule`, wherever it was; raises as `shardings` does.
 
-    An array that lies so already, on a device or on all, may share its memory with the result:
-    after donating one of them, use neither.
+    The result may share memory with an array that has this layout already: after donating one of
+    them, use neither.
     """
     return jax.device_put(tree, shardings(rule, tree, mesh))
 
 
 def whole(tree: Any) -> Any:
-    """`tree` with each array whole on every device of its mesh, hence readable in each process."""
+    """`tree` with each array whole on all devices of its mesh, so that each process can read it."""
     leaves, structure = jax.tree.flatten(tree)
     meshes = [getattr(getattr(x, "sharding", None), "mesh", None) for x in leaves]
     to = [NamedSharding(mesh, PartitionSpec()) if mesh is not None else None for mesh in meshes]
@@ -83,11 +84,11 @@ def _same(x):  # at the module's top level: trees that lie alike share a program
 def constrain_tree(tree: Any, rule: Any, mesh: Mesh | None = None) -> Any:
     """`tree`, inside jit, with each array constrained to the layout that `rule` gives it.
 
-    `rule` may be a tree of rules, as for `shardings`; where it says None, arrays stay as they are.
-    The mesh is that of the `rules.jit` around it, unless given.
+    `rule` may be a tree of rules, as for `shardings`; where it is None, arrays stay as they are.
+    `mesh` is by default that of the `rules.jit` around this call.
 
     Raises:
-      ValueError: no mesh is given and none is around.
+      ValueError: no mesh is given and none is around; what `shardings` raises.
     """
     mesh = mesh or MESH.value
     if mesh is None:
@@ -110,7 +111,7 @@ _HEAD = ("path", "shape", "spec", "bytes/device", "replicated because")
 
 
 class Row(NamedTuple):
-    """One array's row: `bytes` on each device, and if every device holds it whole, why."""
+    """One array of a `Description`: `bytes` on each device, and `why` all hold it whole, or ""."""
 
     path: str
     shape: tuple
@@ -121,7 +122,7 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """The layout of a tree; prints as a table, and in a notebook is shown as one."""
+    """The layout of a tree, which prints as a table: `rows`, and the tree's `whole_bytes`."""
 
     rows: list
     whole_bytes: int
@@ -165,9 +166,10 @@ class Description:
 
 
 def describe(rule: Any, tree: Any, mesh: Mesh) -> str:
-    """The layout that `rule` gives `tree`: path, shape, spec and bytes per device of each array.
+    """The layout that `rule` gives `tree`, an object that prints as a table.
 
-    Says the total too, and of what stays whole on every device why. Arrays may be abstract.
+    A row has an array's path, shape, spec and bytes on each device, and the reason if the array is
+    whole on every device; sums follow. Arrays may be abstract. Raises what the rule raises.
     """
     rows, total = [], 0
     shapes = jax.eval_shape(lambda tree: tree, tree)  # as JAX keeps them: no float64, by default

@@ -11,7 +11,7 @@ from shardwise.tree import Leaf, owners, read
 
 
 class Choice(NamedTuple):
-    """A leaf's spec, and where it leaves the array whole, why."""
+    """A leaf's spec, and the reason if it leaves the array whole."""
 
     spec: PartitionSpec
     why: str = "the rule says so"
@@ -200,12 +200,13 @@ def specs(rule, tree, mesh):
 
 
 def follow(rule: Any, params: Any, other: Any = None) -> Rule:
-    """The rule for whatever belongs to `params` (arrays or abstract): optimizer states, averages.
+    """The rule for what belongs to `params` (arrays, or abstract ones): optimizer states, averages.
 
-    What belongs to which parameter is told by structure (`shardwise.tree.owners`). An array gets
-    its parameter's spec on the axes that it has of it: on some where it is a factored moment, on
-    all but the first where it remembers several steps. One of any other shape is laid out by
-    `other`, a rule, and so is what belongs to no parameter; without `other`, by `rule` itself.
+    `shardwise.tree.owners` tells by structure which parameter an array belongs to. The array is cut
+    like its parameter along the axes that both have: a factored moment (Adafactor) has only some,
+    and the memory of several steps (L-BFGS) has one more in front, which stays whole. `other`, a
+    rule, lays out arrays that have none of their parameter's axes or belong to no parameter;
+    without it, `rule` itself lays out the latter.
 
     Raises, when called:
       ValueError: without `other`, an array that has none of its parameter's axes, or one that

@@ -1,12 +1,14 @@
 """A run: the training program, its settings, and what it promises.
 
+The command `shardwise train` does for the decoder and text files what a program does by:
+
     settings = run.Settings(run=Path("runs/mine"), steps=1000, layout=run.Roles(fsdp=4, context=2))
     result = run.train(settings, create=create, loss=loss, batches=rows, tx=tx)
 
-`shardwise train` does this for the decoder and text files. A program of one's own takes its flags
-by `run.flags`, and may be one of several processes, between `run.join` and `run.leave`. A run that
-is stopped goes on from its newest whole checkpoint (`resume`): bit for bit on the same devices, to
-rounding on other ones, and bit for bit there too if its layout is `exact`.
+The program takes flags by `run.flags`, and may be one of several processes, between `run.join` and
+`run.leave`. A run that was stopped goes on from its newest whole checkpoint (`resume`), with the
+same bits on the same devices, up to rounding on others, and there too with the same bits if its
+layout is `exact`.
 """
 
 from shardwise.run.optimizers import averaged, guarded

@@ -30,9 +30,9 @@ class Guarded(NamedTuple):
 def averaged(tx: Any, decay: float) -> optax.GradientTransformation:
     """`tx`, keeping an exponential moving average of the parameters beside its own state.
 
-    The sum starts from zero; who reads it divides by what its weights add up to, 1 - decay^count
-    (Kingma and Ba, 2015, section 3): the mean is over the steps taken alone. It is held in float32
-    at least: in bfloat16, a hundredth of what is new would be lost.
+    The state's `sum` starts from zero: divided by 1 - decay^count, what its weights add up to, it
+    is a mean of the parameters after each step (Kingma and Ba, 2015, section 3). It is float32 at
+    least: in bfloat16 its small updates, such as a hundredth of a difference, would round away.
     """
 
     def init(params):
@@ -53,8 +53,8 @@ def averaged(tx: Any, decay: float) -> optax.GradientTransformation:
 
 
 def guarded(tx: Any, limit: float = float("inf"), halt: bool = False) -> Any:
-    """`tx`, but for steps whose gradients' norm is not finite or above `limit`: such a step changes
-    neither parameters nor state. With `halt`, nor does any after it: what was good is still there.
+    """`tx` with a guard: a step whose gradients' norm is not finite, or above `limit`, changes
+    neither parameters nor state. With `halt` no step after it changes them either.
     """
 
     def init(params):

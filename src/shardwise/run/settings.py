@@ -37,8 +37,10 @@ _EXACT = ("layout.dtype", "layout.kernel", "layout.remat", "model.remat", "model
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """The number of devices of each role, of which one may be -1 for those that remain; the rest is
-    as in `layouts.Layout`.
+    """The layout of a run: how many devices each role of a `layouts.Layout` has, and its settings.
+
+    One of `data`, `fsdp`, `tensor`, `expert`, `context` and `stage` may be -1, for the devices that
+    remain. A setting has the meaning of the layout's of that name, which says more.
     """
 
     data: int = 1
@@ -47,25 +49,26 @@ class Roles:
     expert: int = 1
     context: int = 1
     stage: int = 1
-    by: Literal["hand", "compiler"] = "hand"
-    zero: Literal[1, 2, 3] = 3
-    min_size: int = 0
-    uneven: Literal["error", "replicate"] = "replicate"
-    sequence: bool = False  # Megatron's sequence parallelism, beside tensor
-    attention: str = "ring"  # over context; one of shardwise.context.FORMS
-    # Of whole sequences: all scores at once, in tiles, or by a kernel for TPUs, or for GPUs.
+    by: Literal["hand", "compiler"] = "hand"  #: Who writes the collectives, "hand" or "compiler".
+    zero: Literal[1, 2, 3] = 3  #: ZeRO's stage, 1, 2 or 3.
+    min_size: int = 0  #: Arrays of fewer elements stay whole along fsdp.
+    uneven: Literal["error", "replicate"] = "replicate"  #: What becomes of arrays fsdp cannot cut.
+    sequence: bool = False  #: Megatron's sequence parallelism, beside tensor.
+    attention: str = "ring"  #: Attention over context, one of shardwise.context.FORMS.
+    #: Attention of whole sequences, by all "scores" at once, in "tiles", or by a kernel for TPUs
+    #: ("splash") or GPUs ("cudnn").
     kernel: Literal["scores", "tiles", "splash", "cudnn"] = "scores"
-    dispatch: str = "all_to_all"  # to experts; one of shardwise.experts.FORMS
-    schedule: str = "1f1b"  # of the stages
-    microbatches: int = 1
-    dtype: Literal["float32", "bfloat16"] | None = None  # in which weights are gathered and used
-    reduce_dtype: Literal["float32", "bfloat16"] | None = None
-    remat: str | None = None  # a policy of jax.checkpoint_policies, or "offload" to the host
-    exact: int = 0  # blocks of rows: the same bits on 1, 2, 4, ... up to so many devices
+    dispatch: str = "all_to_all"  #: How tokens reach experts, one of shardwise.experts.FORMS.
+    schedule: str = "1f1b"  #: The schedule of the stages, one of shardwise.schedules.SCHEDULES.
+    microbatches: int = 1  #: The number of microbatches of a step.
+    dtype: Literal["float32", "bfloat16"] | None = None  #: Dtype in which weights are used.
+    reduce_dtype: Literal["float32", "bfloat16"] | None = None  #: Dtype of gradients' sums.
+    remat: str | None = None  #: A policy of jax.checkpoint_policies, or "offload" to the host.
+    exact: int = 0  #: Blocks of rows, for the same bits on 1, 2, 4 ... up to so many devices.
 
     def layout(self) -> layouts.Layout:
         """The layout over the devices there are, with an axis of its own for each role above 1; a
-        ValueError where that is none.
+        ValueError if the sizes do not fit them, or the layout refuses a setting.
         """
         options = dict(vars(self))
         sizes = {role: options.pop(role) for role in ORDER}
@@ -92,9 +95,9 @@ class Roles:
 class Data:
     """The data to read: by default the source of Python's standard library, as bytes."""
 
-    text: str | None = None  # a folder, a file or a glob of text files, read as bytes
-    tokens: str | None = None  # a one-dimensional array in a .npy file, of whole numbers
-    packed: bool = False  # documents follow one another without padding
+    text: str | None = None  #: A folder, a file or a glob of text files, read as bytes.
+    tokens: str | None = None  #: A .npy file with a one-dimensional array of token numbers.
+    packed: bool = False  #: Documents follow one another without padding.
 
     def __post_init__(self):
         if self.tokens is not None:  # one file has one name: a run that goes on compares it
@@ -105,44 +108,51 @@ class Data:
 class Evaluation:
     """Losses on rows that training never sees, of the parameters and of their mean."""
 
-    every: int = 100  # steps; 0: never
-    batches: int = 4
-    sample: int = 120  # tokens written each time, by parameters whole on each device; 0: none
+    every: int = 100  #: Steps between evaluations, or 0 for none.
+    batches: int = 4  #: Batches of an evaluation.
+    sample: int = 120  #: Tokens written each time, by parameters whole on each device, or 0.
 
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-    """The processes of a run, as SLURM, Kubernetes or a TPU VM tell JAX; else give address, count
-    and index.
+    """The processes of a run. SLURM, Kubernetes and a TPU VM say the first three fields; elsewhere
+    give all of them, or none for one process.
     """
 
-    address: str | None = None  # host:port of process 0
-    count: int | None = None
-    index: int | None = None
-    heartbeat: int = 20  # seconds after which a process that is silent is taken for dead
-    hang: float = 25.0  # seconds without progress, or five steps' time, that end a process
+    address: str | None = None  #: Host and port of process 0, as `10.0.0.1:8476`.
+    count: int | None = None  #: The number of processes.
+    index: int | None = None  #: The number of this process, from 0.
+    heartbeat: int = 20  #: Seconds after which a process that is silent is taken for dead.
+    hang: float = 25.0  #: Seconds without progress, or five steps' time, that end a process.
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The settings of a whole run. Every field is a flag, and stands in the run folder."""
+    """The settings of a whole run. Every field is a flag, and stands in the run folder.
 
-    run: Path = Path("runs/first")  # the run folder, on a disk that all processes see
-    steps: int = 300
-    seed: int = 0
-    batch: int = 32  # rows of a step, of all devices together
-    sequence: int = 128  # tokens of a row
-    save_every: int = 100  # steps
-    hash_every: int = 0  # steps; hashes of all arrays, for `shardwise diff`; 0: never
-    keep: int = 2  # newest checkpoints that stay
-    resume: bool = False  # go on from the newest whole checkpoint, if there is one
-    ema: float | None = 0.99  # decay of the mean of the parameters; None: no mean
-    bad: Literal["stop", "skip"] = "stop"  # what a step does whose gradients are not finite
-    limit: float = float("inf")  # norm of the gradients above which a step counts as bad
-    # Of all processes together, simulated where there are fewer real ones; by default all
-    # accelerators, or without any eight simulated devices.
+    Groups of settings are `layout`, a `Roles`; `model`, a `model.Config`; `optimizer`, a
+    `train.Optimizer`; `data`, a `Data`; `evaluation`; and `processes`.
+
+    Raises:
+      ValueError: a value that is not allowed, or a run folder that is an address.
+    """
+
+    run: Path = Path("runs/first")  #: The run folder, on a disk that all processes see.
+    steps: int = 300  #: The last step.
+    seed: int = 0  #: The seed of parameters, dropout and the order of rows.
+    batch: int = 32  #: Rows of a step, of all devices together.
+    sequence: int = 128  #: Tokens of a row.
+    save_every: int = 100  #: Steps between checkpoints.
+    hash_every: int = 0  #: Steps between hashes of all arrays, for `shardwise diff`, or 0 for none.
+    keep: int = 2  #: The number of newest checkpoints that stay.
+    resume: bool = False  #: Go on from the newest whole checkpoint, if there is one.
+    ema: float | None = 0.99  #: Decay of the mean of the parameters. With None there is no mean.
+    bad: Literal["stop", "skip"] = "stop"  #: "stop" or "skip" if gradients are not finite.
+    limit: float = float("inf")  #: Norm of the gradients above which a step is bad too.
+    #: Devices of all processes together, simulated where there are fewer real ones. By default all
+    #: accelerators, or without any eight simulated devices.
     devices: int | None = None
-    profile: str | None = None  # first and last step of a trace, as 10:13
+    profile: str | None = None  #: First and last step of a trace, as `10:13`.
     layout: Roles = dataclasses.field(default_factory=Roles)
     model: Config = dataclasses.field(default_factory=lambda: Config(dtype=F32, param_dtype=F32))
     optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
@@ -168,7 +178,7 @@ class Settings:
             raise ValueError(f"run: limit={self.limit}; expected a norm above 0.")
 
     def profiled(self) -> range:
-        """The steps of which a trace is made; a ValueError where `profile` is no range."""
+        """The steps of which a trace is made; a ValueError where `profile` is no such pair."""
         if self.profile is None:
             return range(0)
         first, _, last = self.profile.partition(":")
@@ -182,10 +192,14 @@ class Settings:
 def flags(
     default: Settings | None = None, argv: Sequence[str] | None = None, prog: str | None = None
 ) -> Settings:
-    """The settings: `default` with what the command line says, by the flags of `shardwise train`.
+    """The `Settings` of a command line, by the flags of `shardwise train`; the rest is `default`'s.
 
-    Of a run that goes on (`--resume`), its saved ones are the default, but for the processes'
+    For a run that goes on (`--resume`) the rest is as it was saved, but for the processes'
     addresses and the trace, which differ each time.
+
+    Raises:
+      SystemExit: a flag that is unknown or cannot be read (status 2), or `--help` (0).
+      ValueError: settings that are not allowed, or saved ones that cannot be read.
     """
     argv, default = list(sys.argv[1:] if argv is None else argv), default or Settings()
     if "--resume" in argv:

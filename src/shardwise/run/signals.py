@@ -71,8 +71,8 @@ def standing() -> Stop | None:
 
 
 def join(processes: Processes | None = None, devices: int | None = None) -> None:
-    """Call `shardwise.processes.join` with the settings of a run; from here to `leave` a signal
-    that asks for a stop is remembered, while programs compile too.
+    """Call `shardwise.processes.join`, and raise what it does, with a run's `settings.processes`
+    and `settings.devices`. Until `leave` a signal that asks for a stop is remembered, for `train`.
     """
     told = processes or Processes()
     with contextlib.ExitStack() as on_failure:
@@ -84,8 +84,8 @@ def join(processes: Processes | None = None, devices: int | None = None) -> None
 
 
 def leave(result: Result | None = None) -> int:
-    """Call `shardwise.processes.leave`; return the exit status: 0, or 75 where a signal stopped the
-    run.
+    """Call `shardwise.processes.leave`; return the exit status, 75 if `result`, which `train`
+    returned, says that a signal stopped the run, else 0.
     """
     system.leave()
     if stop := standing():

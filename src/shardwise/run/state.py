@@ -35,9 +35,7 @@ _RESERVED = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The result of a run: `stopped` by a signal or done; `params` as the layout keeps them; `ema`,
-    the decay of the parameters' `mean` where one is kept.
-    """
+    """The result of a run, as `train` tells; `ema` is the decay of the parameters' `mean`."""
 
     folder: Path
     step: int
@@ -54,7 +52,7 @@ class Result:
 
 
 def stream(key: jax.Array, name: str) -> jax.Array:
-    """The key of a stream: `stream(key, "dropout")` and `stream(key, "noise")` are independent."""
+    """A key made of `key` and a name: `stream(key, "dropout")` is independent of other names'."""
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 

@@ -22,7 +22,7 @@ from shardwise.run.state import Result
 
 
 class BadStep(RuntimeError):
-    """The error of a step whose gradients or loss are not finite, or above the limit."""
+    """The error of a step whose gradients or loss are not finite, or whose norm is too large."""
 
 
 def train(
@@ -38,33 +38,39 @@ def train(
     flops: float | None = None,
     aux: Any = "sum",
 ) -> Result:
-    """Train, from the start or from the newest whole checkpoint, until `settings.steps`.
+    """Train until `settings.steps`, from the start or from the newest whole checkpoint.
 
     Args:
-      settings: of which `model`, `data`, `sequence` and `devices` count for nothing here, nor does
-        `optimizer` beside a `tx`; the run folder has the others.
-      create: of a key, one device's parameters.
-      loss: of (params, batch) or (params, batch, key), as in `shardwise.layouts`; a new run judges
-        it before its first step, as `objective.check` does.
-      batches: a `grain.MapDataset` of single rows, endless, of which step k has the k-th
+      settings: the run's; `model`, `data`, `sequence` and `devices` are not used here, nor is
+        `optimizer` beside a `tx`. The run folder keeps those that are.
+      create: a function of a key to the parameters as one device makes them.
+      loss: a function of (params, batch) or (params, batch, key), as in `shardwise.layouts`; a new
+        run judges it before its first step, as `objective.check` does.
+      batches: an endless `grain.MapDataset` of single rows, of which step k takes the k-th
         `settings.batch`; or an iterator of whole batches with get_state and set_state, as Grain's.
       tx: an optax transformation; by default `settings.optimizer`'s.
-      validation: as `batches`, a MapDataset, of which evaluations read the first batches.
+      validation: a `grain.MapDataset` of rows, of which evaluations read the first batches.
       has_aux: whether the loss returns aux too. If that is a dict, its scalars and vectors stand in
         the metrics, and of an `objective.Mean` the quotient, exact for every padding.
-      sample: of parameters, whole on each device (where they do not fit, leave it out), a text for
-        the log at each evaluation.
+      sample: a function of the parameters to a text, for the log at each evaluation. It gets them
+        whole on each device: leave it out where they do not fit.
       facts: what must be equal when the run goes on, beside the settings, such as checksums.
-      flops: a step's model FLOPs (`plan.model_flops` of a decoder), of whose share of the bfloat16
-        peak metrics have the `mfu`, where `topology.of_device` knows the devices.
-      aux: how the aux of devices and microbatches become one, as in `layouts.step`: of a mean over
+      flops: the model FLOPs of a step (`plan.model_flops` of a decoder). With them metrics have the
+        `mfu`, their share of the bfloat16 peak, if `topology.of_device` knows the devices.
+      aux: how the aux of devices and microbatches become one, as in `layouts.step`: for a mean over
         rows say "mean", or return a `Mean`, since "sum" adds it up once for each part.
+
+    Returns:
+      A `Result` with the `folder`, the `step` that was done last, its `loss`, whether a signal
+      `stopped` the run before its end, and laid out as in the run `params`, `opt_state` and `mean`,
+      the bias-corrected average of the parameters (None without `ema`).
 
     Raises:
       FileExistsError: the folder has a run, and `settings.resume` is false.
       RuntimeError: another program's run is under way there.
-      ValueError: other settings than the saved ones, or other facts; metrics that are damaged; aux
-        with a name that the metrics use.
+      ValueError: settings or facts differ from the saved ones; metrics are damaged; aux has a name
+        that the metrics use; `settings.batch` does not split over devices and microbatches.
+      TypeError: `batches` or `loss` are not of the kinds above.
       BadStep: a bad step, where `settings.bad` says stop; the state before it is saved.
       Exception: what `shardwise.layouts` and `shardwise.checkpoint` raise.
     """

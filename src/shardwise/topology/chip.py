@@ -17,12 +17,13 @@ _GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """A chip's peaks; per chip where nothing else is said, in FLOP/s, bytes and bytes/s.
+    """A chip's peaks, memory and links, for one chip unless told, in FLOP/s, bytes and bytes/s.
 
     A TPU's `links` go one way along each side of a torus of `dimensions` axes; an axis closes into
-    a ring from `ring_from` chips on (a multiple of it). A GPU sends `link_bandwidth` into the
-    switch that joins the `node` GPUs of a node (NVLink's); `target` is what XLA is told of one that
-    is not there. Into the network between slices, or nodes, a *device* sends `dcn_bandwidth`.
+    a ring from `ring_from` chips on (a multiple of it); a slice has `largest` at most. A GPU sends
+    `link_bandwidth` into the switch that joins the `node` GPUs of a node (NVLink's); `target` is
+    what XLA is told of one that is not there. Into the network between slices, or nodes, a *device*
+    sends `dcn_bandwidth`.
 
     `host_bandwidth` is PCIe's between a chip and its host, each way, and `host_bytes` the chip's
     part of the host's memory; None where no source says. `usable_hbm` is what the compiler lets a
@@ -167,5 +168,5 @@ CHIPS = {chip.kind: chip for chip in _TABLE}
 
 
 def of_device(kind: str) -> Chip | None:
-    """The chip of a device, by its `jax.Device.device_kind`; None where the table lacks it."""
+    """The `Chip` of a device by its `jax.Device.device_kind`; None if `CHIPS` lacks it."""
     return next((chip for chip in CHIPS.values() if kind in chip.names), None)

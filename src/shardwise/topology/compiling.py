@@ -71,7 +71,7 @@ class Compiled:
 
 
 class DoesNotFit(ValueError):
-    """A refusal, a compiler's or for a GPU: `needed` and `allowed` bytes, the largest `buffers`."""
+    """The error of a program that does not fit: `needed` and `allowed` bytes, largest `buffers`."""
 
     def __init__(self, mesh: ChipMesh, needed: int, allowed: int, buffers: tuple[Buffer, ...]):
         self.needed, self.allowed, self.buffers = needed, allowed, buffers
@@ -88,9 +88,10 @@ def compile(
 ) -> Compiled:
     """The program that the chips' compiler makes of a lowered one, which `mesh.lower` returns.
 
-    For TPUs it is Google's. For GPUs it is XLA's, which without one to try kernels on takes default
-    tiles for products and a slower sort, and knows no cuDNN; what is more than JAX takes of a GPU's
-    memory is refused here. It runs in a child process. Its result is kept in $SHARDWISE_CACHE, or
+    It is a value that `measure` reads and that cannot run. For TPUs the compiler is Google's. For
+    GPUs it is XLA's: having no GPU on which to try kernels, it takes default tiles for products and
+    a slower sort, and knows no cuDNN; more than `usable_hbm` is refused here. `options` is a dict
+    of the compiler's own. It runs in a child process. Its result is kept in $SHARDWISE_CACHE, or
     shardwise/ in the user's cache, by a hash of the program (with its operations' names, without
     files and lines), the chips, options and versions.
 

@@ -23,7 +23,7 @@ _SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 @dataclasses.dataclass(frozen=True)
 class Chips:
-    """Slices of one kind and shape, which counts chips, never cores; of GPUs, a node is a slice."""
+    """Chips of a `kind` in `slices`, or nodes of GPUs; `shape` counts a slice's chips, no cores."""
 
     kind: str
     shape: tuple[int, ...]
@@ -45,14 +45,14 @@ class Chips:
 
     @property
     def groups(self) -> str:
-        """What the data centre's network joins: "slices" of TPUs, "nodes" of GPUs."""
+        """What the data centre's network joins, "slices" of TPUs or "nodes" of GPUs."""
         return "nodes" if self.chip.node else "slices"
 
     @property
     def usable_hbm(self) -> int:
-        """The bytes of memory that a program may hold on a device: of a TPU, what its compiler
-        allows; of a GPU, what JAX takes when it starts, by XLA_CLIENT_MEM_FRACTION (0.75), a
-        ValueError where that is no number above 0.
+        """The bytes of memory that a program may hold on a device. Of a TPU it is what the compiler
+        allows; of a GPU what JAX takes when it starts, the share XLA_CLIENT_MEM_FRACTION (0.75), a
+        ValueError if that is no number above 0.
         """
         if self.chip.usable_hbm:
             return self.chip.usable_hbm
@@ -73,9 +73,9 @@ class Chips:
         return f"{self.kind}:{'x'.join(map(str, sizes))}{more}"
 
     def mesh(self, **axes: int) -> "ChipMesh":
-        """The axes along these chips, in order: `mesh(fsdp=-1, model=4)`; one size may be -1, and
-        the first axes cross between slices, or nodes. A ValueError for sizes that do not multiply
-        to the number of devices, or that slices cut.
+        """A `ChipMesh` of axes along these chips, as in `mesh(fsdp=-1, model=4)`; one size may be
+        -1, and the first axes cross between slices or nodes. A ValueError for sizes that do not
+        multiply to the number of devices, or axes that borders between slices cut unevenly.
         """
         each = f" of {self.chip.devices} devices each" if self.chip.devices > 1 else ""
         who = f"topology: on {self}, {self.number} chips{each}, mesh"
@@ -84,7 +84,7 @@ class Chips:
 
 @dataclasses.dataclass(frozen=True)
 class ChipMesh:
-    """Named axes along `chips`: what `topology.compile` lays out, and what to trace for."""
+    """A mesh of named axes along `chips` that are not here, to lower for and to compile for."""
 
     chips: Chips
     axes: tuple[tuple[str, int], ...]
@@ -106,8 +106,8 @@ class ChipMesh:
         """A jitted function, lowered for these chips with abstract arguments; nothing is allocated.
 
         `fn` is made by `jax.jit` or `rules.jit`, with shardings of `abstract`. Arguments are shapes
-        (`jax.ShapeDtypeStruct`), one at least with a sharding; the compiler lays out the others.
-        Whether a loss divides, `objective.check` tells, on any device.
+        (`jax.ShapeDtypeStruct`), at least one with a sharding; the compiler lays out the others.
+        Whether a loss may be divided is not judged: `objective.check` does that, on any device.
 
         Raises:
           TypeError: `fn` is not jitted.
@@ -133,7 +133,7 @@ class ChipMesh:
 
     @property
     def platform(self) -> str:
-        """JAX's name of the platform: "cuda" or "tpu"."""
+        """JAX's name of the platform, "cuda" or "tpu"."""
         return "cuda" if self.chips.chip.node else "tpu"
 
     def across_slices(self) -> tuple[int, ...]:
@@ -149,12 +149,12 @@ def to_host(jaxpr: Any) -> bool:
 
 
 def chips(name: str, slices: int = 1) -> Chips:
-    """The chips of a name: "v5p:4x4x8" is 128 TPUs (which Google calls v5p-256, by cores), and
+    """The `Chips` of a name: "v5p:4x4x8" is 128 TPUs (which Google calls v5p-256, by cores), and
     "h100:16x8" 16 nodes of 8 GPUs; "h100:4" is four GPUs of one node.
 
     Raises:
-      ValueError: a kind that is unknown; a shape that its torus does not have, or nodes with other
-        GPUs than NVLink joins; fewer than one slice, or slices of GPUs.
+      ValueError: a kind that is unknown; a shape that its torus does not have, or more GPUs of a
+        node than NVLink joins; fewer than one slice, or slices of GPUs.
     """
     kind, _, written = name.partition(":")
     who = f"topology.chips({name!r}{f', slices={slices}' if slices != 1 else ''})"
