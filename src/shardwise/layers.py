@@ -40,6 +40,7 @@ class Config:
     param_dtype: jnp.dtype = jnp.float32  # of weights where they are held
     scan: bool = True  # run the layers by scan, or by a Python loop
     remat: bool = False  # recompute a layer's activations in the backward pass
+    loss_chunks: int = 1  # parts of a row whose logits `model.loss` has one after the other
     tied: bool = False  # the embedding is the head too
     qkv_bias: bool = False  # added to queries, keys and values
     qk_norm: str = ""  # of queries and keys before they turn: of each "head", or of all "heads"
@@ -55,7 +56,8 @@ class Config:
 
     def _mistakes(self) -> Iterator[tuple[str, Any, str]]:
         """(field, whether it is wrong, what it has to be) of each."""
-        for name in ("vocab", "embed", "layers", "heads", "kv_heads", "head_dim", "mlp", "stages"):
+        sizes = ("vocab", "embed", "layers", "heads", "kv_heads", "head_dim", "mlp", "stages")
+        for name in (*sizes, "loss_chunks"):
             yield name, getattr(self, name) < 1, "at least 1"
         for name in ("experts", "shared_experts"):
             yield name, getattr(self, name) < 0, "0 or more"

@@ -139,13 +139,22 @@ class Decoder(nnx.Module):
         self, tokens: jax.Array, key: jax.Array | None = None, places: marks.Places | None = None
     ) -> tuple[jax.Array, Any]:
         """(logits, the `Routing` of all layers with experts, or None)."""
+        x, routing = self.hidden(tokens, key, places)
+        return _logits(self.config, x, self.last_kernel), routing
+
+    def hidden(
+        self, tokens: jax.Array, key: jax.Array | None = None, places: marks.Places | None = None
+    ) -> tuple[jax.Array, Any]:
+        """(activations [b, s, e] as the head takes them, the `Routing` of all layers or None)."""
         x = self.embed.kernel[...].astype(self.config.dtype)[tokens]
         x = marks.constrain(x, "embedding_output")
         x, routing = self._layers(x, key, places)
-        x = self.final_norm(x)
-        tied = self.config.tied
-        logits = self.embed("bse,ve->bsv", x) if tied else self.head("bse,ev->bsv", x)
-        return marks.constrain(logits.astype(jnp.float32), "logits"), routing
+        return self.final_norm(x), routing
+
+    @property
+    def last_kernel(self) -> jax.Array:
+        """The head's weights [e, v], or the embedding's [v, e] where that is the head too."""
+        return (self.embed if self.config.tied else self.head).kernel[...]
 
     def _layers(self, x, key, places):
         c = self.config
@@ -204,16 +213,56 @@ def _slope(primals, tangents):
     return found, jnp.sum(jnp.exp(wide - found[..., None]) * tangent, axis=-1)
 
 
+def _logits(config, x, kernel):
+    letters = "bse,ve->bsv" if config.tied else "bse,ev->bsv"
+    logits = jnp.einsum(letters, x, kernel.astype(config.dtype))
+    return marks.constrain(logits.astype(jnp.float32), "logits")
+
+
+@jax.custom_jvp
+def _summed_in(wide, x):
+    """`x`, whose gradient goes to `wide`: what a loop adds to it is summed in float32."""
+    return x
+
+
+@_summed_in.defjvp
+def _narrowed(primals, tangents):
+    return primals[1], tangents[0].astype(primals[1].dtype)
+
+
 def _read(params, batch, graphdef):
     """(the decoder, its tokens and their places)."""
     decoder = params if graphdef is None else nnx.merge(graphdef, params)
     return decoder, batch["tokens"], marks.places(batch, *batch["tokens"].shape)
 
 
-def _nats(logits, batch):
-    """The sum of -log p over real tokens."""
-    mask = batch["mask"]
-    return jnp.sum(jnp.where(mask == 0, 0, cross_entropy(logits, batch["targets"]) * mask))
+def _nats(decoder, x, batch):
+    """The sum of -log p over real tokens, of what `Decoder.hidden` returned; in chunks of tokens,
+    every n-th of a row, so that the chunks of a row that devices cut are cut likewise.
+    """
+    config, kernel = decoder.config, decoder.last_kernel
+
+    def nats(kernel, x, targets, mask):
+        each = cross_entropy(_logits(config, x, kernel), targets)
+        return jnp.sum(jnp.where(mask == 0, 0, each * mask))
+
+    given, n = (x, batch["targets"], batch["mask"]), config.loss_chunks
+    if n == 1:
+        return nats(kernel, *given)
+    if x.shape[1] % n:
+        raise ValueError(
+            f"model.loss: loss_chunks={n} does not divide the {x.shape[1]} tokens that a device "
+            f"has of a row."
+        )
+    chunks = [jnp.moveaxis(a.reshape(len(a), -1, n, *a.shape[2:]), 2, 0) for a in given]
+    used = jax.lax.stop_gradient(kernel.astype(config.dtype))
+    wide = kernel.astype(jnp.float32)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False, policy=_KEPT)
+    def again(chunk):
+        return nats(_summed_in(wide, used), *chunk)
+
+    return jnp.sum(jax.lax.map(again, chunks))
 
 
 def loss(
@@ -227,7 +276,8 @@ def loss(
     them. With a `key`, dropout is on.
     """
     decoder, tokens, places = _read(params, batch, graphdef)
-    return objective.Mean(_nats(decoder(tokens, key, places), batch), jnp.sum(batch["mask"]))
+    x, _ = decoder.hidden(tokens, key, places)
+    return objective.Mean(_nats(decoder, x, batch), jnp.sum(batch["mask"]))
 
 
 def routed_loss(
@@ -245,8 +295,8 @@ def routed_loss(
     the total without the penalty. Balancing by a bias needs no penalty: balance=0.
     """
     mask, (decoder, tokens, places) = batch["mask"], _read(params, batch, graphdef)
-    logits, routing = decoder.route(tokens, key, places)
-    total = _nats(logits, batch)
+    x, routing = decoder.hidden(tokens, key, places)
+    total = _nats(decoder, x, batch)
     aux = {
         "loads": experts.loads(routing.chosen, mask, decoder.config.experts),
         "dropped": jnp.sum(jnp.where(routing.kept, 0, mask[None, :, :, None]), axis=(1, 2, 3)),
