@@ -23,14 +23,14 @@ CONFIGS = {
 KEY, TX = jax.random.key(3), optax.sgd(1.0)  # a step is the gradient
 
 
-def program(name, stages=1):
-    config = model.Config(**SIZES | CONFIGS[name], stages=stages)
+def program(name, stages=1, chunks=1):
+    config = model.Config(**SIZES | CONFIGS[name], stages=stages, loss_chunks=chunks)
     graphdef = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))[0]
     loss = functools.partial(model.loss, graphdef=graphdef)
     if config.experts:
         loss = functools.partial(model.routed_loss, graphdef=graphdef, over="rows")
     # A stack of layers is the same stack, however many stages there are.
-    params = _drawn(dataclasses.replace(config, stages=1))
+    params = _drawn(dataclasses.replace(config, stages=1, loss_chunks=1))
     return params, loss, bool(config.experts)
 
 
@@ -71,12 +71,14 @@ CASES = [
     if "expert" not in x or "experts" in config
 ]
 OTHERS = [case for case in CASES if case not in STANDING]
+CHUNKED = "gemma", LAYOUTS[0]
+UNCHUNKED = [case for case in CASES if case != CHUNKED]
 
 
 @pytest.mark.parametrize("name, layout", [*marked(sorted(STANDING), ()), *marked(OTHERS, (), 1)])
-def test_a_variant_is_one_device(name, layout):
+def test_a_variant_is_one_device(name, layout, chunks=1):
     layout = layouts.LAYOUTS[layout](max(4, 2 ** len(layout.split(", "))))
-    before, loss, has_aux = program(name, layout.size("stage"))
+    before, loss, has_aux = program(name, layout.size("stage"), chunks)
     expected, grads = alone(name)
     params, state = layouts.init(layout, lambda key: before, TX, KEY)
     step = layouts.step(layout, loss, TX, has_aux=has_aux, check=IN_FULL)
@@ -85,6 +87,29 @@ def test_a_variant_is_one_device(name, layout):
     ours = jax.tree.leaves(layouts.whole(layout, after))
     for a, b, g in zip(ours, jax.tree.leaves(before), grads, strict=True):
         np.testing.assert_allclose(b - a, g, rtol=1e-3, atol=3e-6 * (1 + np.abs(g).max()))
+
+
+@pytest.mark.parametrize("name, layout", [*marked([CHUNKED], ()), *marked(UNCHUNKED, (), 2)])
+def test_a_loss_in_chunks_is_one_device_whole(name, layout):
+    test_a_variant_is_one_device(name, layout, chunks=4)
+
+
+def test_a_loss_in_chunks_sums_the_heads_gradient_in_float32():
+    """Of bfloat16 weights, what 32 chunks add up to is as near the truth as what one product is."""
+    errors = []
+    params, exact, _ = program("olmo")
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    truth = jax.grad(lambda p: sum(exact(p, batch())))(
+        jax.tree.map(lambda x: x.astype(jnp.float32), narrow)
+    )["head"]["kernel"][...]
+    for chunks in (1, 32):
+        config = model.Config(**SIZES | CONFIGS["olmo"], loss_chunks=chunks, dtype=jnp.bfloat16)
+        _, loss, _ = model.program(config)
+        found = jax.jit(jax.grad(lambda p, loss=loss: loss(p, batch()).total))(narrow)
+        found = found["head"]["kernel"][...]
+        assert found.dtype == jnp.bfloat16
+        errors.append(np.abs(found.astype(jnp.float32) - truth).mean())
+    assert errors[1] < 1.1 * errors[0]
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -44,7 +44,9 @@ def drawn(seed, staged=False, mixed=None):
             and not roles.refusal(r, config, CHIPS, rows, LENGTH)
         ]
         if possible:
-            each = list(roles.variants(rng.choice(possible), rows, CHIPS, not config.experts))
+            each = list(
+                roles.variants(rng.choice(possible), rows, CHIPS, not config.experts, LENGTH)
+            )
             return rng.choice([r for r in each if r.microbatches <= 8] or each), config, rows
 
 
@@ -230,7 +232,7 @@ def test_every_division_of_the_devices_comes_once(n):
 
 def test_a_plan_leaves_nothing_out_and_is_in_order():
     found = small(experts=4, capacity_factor=1.0)
-    plain = dict(microbatches=1, remat=False, offload=False, products=False)
+    plain = dict(microbatches=1, remat=False, offload=False, products=False, loss_chunks=1)
     told = {str(dataclasses.replace(c.roles, **plain)) for c in found.fitting}
     refused = {str(r.roles) for r in found.refused}
     assert not found.too_large and not told & refused
@@ -375,15 +377,20 @@ def test_what_stages_keep_is_what_the_program_keeps(name):
     assert math.isclose(along, sum(parts_of.values()))
 
 
-def test_flops_are_those_of_the_program():
+@pytest.mark.parametrize("chunks", [1, 8])
+def test_flops_are_those_of_the_program(chunks):
     """Of the step that is differentiated, with attention over all pairs."""
     config = dataclasses.replace(SMALL, layers=2, scan=False)
-    program = compiling.program_of(roles.Roles(context=8), config, 2, 64)
+    program = compiling.program_of(roles.Roles(context=8, loss_chunks=chunks), config, 2, 64)
     params = jax.eval_shape(program.create, KEY)
     step = jax.jit(jax.grad(lambda params, batch: program.loss(params, batch).total))
     counted = measure.flops(step.lower(params, program.batch).compile())
     expected = plan.model_flops(config, 2, 64, causal=False)
-    assert abs(counted / expected - 1) < 0.02
+    logits = 2 * config.embed * config.vocab * 2 * 64  # once more, where they come in chunks
+    assert abs(counted / (expected + logits * (chunks > 1)) - 1) < 0.02
+    held, each = arrays.of_decoder(config), roles.Roles(loss_chunks=chunks)
+    part, plain = (parts(r, config, held, 2, 64)[0] for r in (each, roles.Roles()))
+    assert seconds.flops(part) - seconds.flops(plain) == logits * (chunks > 1)
     causal = plan.model_flops(config, 2, 64)
     assert expected - causal == 6 * 2 * config.heads * config.head_dim * 2 * 64**2
 

@@ -133,6 +133,7 @@ SIZES = dict(embed=64, layers=4, mlp=64, vocab=256)
         (roles.Roles(fsdp=4, tensor=2), model.Config(**SIZES, dtype=jnp.bfloat16)),
         (roles.Roles(fsdp=8, remat=True, offload=True), model.Config(**SIZES)),
         (roles.Roles(fsdp=8, remat=True, products=True), model.Config(**SIZES)),
+        (roles.Roles(fsdp=8, remat=True, loss_chunks=8), model.Config(**SIZES)),
         (roles.Roles(expert=4, fsdp=2), model.Config(**SIZES, experts=4, capacity_factor=1.25)),
     ],
     ids=str,
@@ -151,7 +152,8 @@ def test_code_and_flags_are_the_layout_that_is_compiled(each, config, chips, ker
     whole = plan.Plan(*given, (), (), (), optimizer=optimizer)
     assert eval(compiling.code(each, whole), names) == expected
     told = settings.flags(argv=shlex.split(compiling.flags(each, whole)))
-    assert told.layout.layout() == expected and told.model == config
+    assert told.layout.layout() == expected
+    assert told.model == dataclasses.replace(config, loss_chunks=each.loss_chunks)
     assert told.optimizer == optimizer
     assert (told.batch, told.sequence, told.ema) == (16, length, None)
 

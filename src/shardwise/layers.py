@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from shardwise import marks
+
 _CHOICES = {
     "router": ("softmax", "sigmoid"),
     "qk_norm": ("", "head", "heads"),
@@ -48,6 +50,7 @@ class Config:
     param_dtype: jnp.dtype = jnp.float32  #: Of weights as they are held.
     scan: bool = True  #: Whether the layers run by `jax.lax.scan`, or else by a Python loop.
     remat: bool = False  #: Whether the backward pass computes a layer's activations again.
+    loss_chunks: int = 1  #: Chunks of a row's tokens, whose logits `model.loss` has one by one.
     tied: bool = False  #: Whether the embedding is the head too.
     qkv_bias: bool = False  #: Whether queries, keys and values have biases.
     qk_norm: str = ""  #: RMSNorm of queries and keys, over each "head" or all "heads"; "" for none.
@@ -63,7 +66,8 @@ class Config:
 
     def _mistakes(self) -> Iterator[tuple[str, Any, str]]:
         """(field, whether it is wrong, what it has to be) of each."""
-        for name in ("vocab", "embed", "layers", "heads", "kv_heads", "head_dim", "mlp", "stages"):
+        sizes = ("vocab", "embed", "layers", "heads", "kv_heads", "head_dim", "mlp", "stages")
+        for name in (*sizes, "loss_chunks"):
             yield name, getattr(self, name) < 1, "at least 1"
         for name in ("experts", "shared_experts"):
             yield name, getattr(self, name) < 0, "0 or more"
@@ -132,3 +136,35 @@ class RMSNorm(nnx.Module):
         scale = self.scale[...].astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(mean + self.epsilon)
         return (wide * scale[(None,) * (x.ndim - scale.ndim)]).astype(x.dtype)
+
+
+def rotary(x: jax.Array, positions: jax.Array, theta: float = 10_000.0) -> jax.Array:
+    """Rotate the halves of x [b, s, h, d] by angles that grow with positions [b, s] (Su et al.)."""
+    half = x.shape[-1] // 2
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = positions.astype(jnp.float32)[:, :, None] * frequency[None, None, :]
+    cos, sin = (f(angle).astype(x.dtype)[:, :, None, :] for f in (jnp.cos, jnp.sin))
+    first, second = x[..., :half], x[..., half:]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def drop(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """Zero each entry of x [b, s, e] with probability `rate`, scaling the rest; no key, no dropout.
+
+    A draw depends on the key and on the entry's place in the whole batch: the mask is the same, bit
+    for bit, however that is divided.
+    """
+    if key is None or rate == 0:
+        return x
+    rows, columns = marks.index("rows", x.shape[0]), marks.index("sequence", x.shape[1])
+    # A threefry key, whatever was given: "rbg" draws otherwise under vmap.
+    bits = key if key.dtype == jnp.uint32 else jax.random.key_data(key)
+    bits = bits if bits.shape[-1] == 2 else bits[..., :2] ^ bits[..., 2:]
+    key = jax.random.wrap_key_data(bits, impl="threefry2x32")
+
+    def vector(row, column):
+        place = jax.random.fold_in(jax.random.fold_in(key, row), column)
+        return jax.random.bernoulli(place, 1 - rate, x.shape[2:])
+
+    kept = jax.vmap(jax.vmap(vector, (None, 0)), (0, None))(rows, columns)
+    return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)

@@ -265,13 +265,13 @@ def turns_said(name: str) -> tuple[Fraction, ...] | None:
     return tuple(Fraction(int(n), int(said[2])) for n in said[1].split(",")) if said else None
 
 
-def kernels(**flops: int) -> AbstractContextManager:
+def kernels(**flops: float) -> AbstractContextManager:
     """The context of Pallas kernels for TPUs that do not state their FLOPs by `pl.CostEstimate`.
 
-    In `kernels(flash=10**9)`, `measure.flops` counts 10**9 for each run, on one device, of a kernel
+    In `kernels(flash=1e9)`, `measure.flops` counts 1e9 for each run, on one device, of a kernel
     whose name contains "flash".
     """
-    return jax.named_scope(" ".join(["kernels", *(f"{k}={n}" for k, n in flops.items())]))
+    return jax.named_scope(" ".join(["kernels", *(f"{k}={int(n)}" for k, n in flops.items())]))
 
 
 def kernel_said(name: str) -> int | None:

@@ -8,6 +8,7 @@ m mlp, v vocab.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,22 +19,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardwise import experts, marks, objective
 from shardwise.experts.mixture import Experts, Routing
-from shardwise.layers import Config, Linear, RMSNorm
+from shardwise.layers import Config, Linear, RMSNorm, drop, rotary
 
 __all__ = ["Config", "Decoder", "cross_entropy", "loss", "program", "routed_loss"]
 
 _OF_TOKENS = "each token's normalizer"
 _KEPT = jax.checkpoint_policies.save_only_these_names(_OF_TOKENS)
-
-
-def rotary(x: jax.Array, positions: jax.Array, theta: float = 10_000.0) -> jax.Array:
-    """Rotate the halves of x [b, s, h, d] by angles that grow with positions [b, s] (Su et al.)."""
-    half = x.shape[-1] // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = positions.astype(jnp.float32)[:, :, None] * frequency[None, None, :]
-    cos, sin = (f(angle).astype(x.dtype)[:, :, None, :] for f in (jnp.cos, jnp.sin))
-    first, second = x[..., :half], x[..., half:]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
 class Block(nnx.Module):
@@ -93,28 +84,6 @@ def _normed(norm, x):
     return x if norm is None else norm(x)
 
 
-def drop(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Zero each entry of x [b, s, e] with probability `rate`, scaling the rest; no key, no dropout.
-
-    A draw depends on the key and on the entry's place in the whole batch: the mask is the same, bit
-    for bit, however that is divided.
-    """
-    if key is None or rate == 0:
-        return x
-    rows, columns = marks.index("rows", x.shape[0]), marks.index("sequence", x.shape[1])
-    # A threefry key, whatever was given: "rbg" draws otherwise under vmap.
-    bits = key if key.dtype == jnp.uint32 else jax.random.key_data(key)
-    bits = bits if bits.shape[-1] == 2 else bits[..., :2] ^ bits[..., 2:]
-    key = jax.random.wrap_key_data(bits, impl="threefry2x32")
-
-    def vector(row, column):
-        place = jax.random.fold_in(jax.random.fold_in(key, row), column)
-        return jax.random.bernoulli(place, 1 - rate, x.shape[2:])
-
-    kept = jax.vmap(jax.vmap(vector, (None, 0)), (0, None))(rows, columns)
-    return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
-
-
 class Decoder(nnx.Module):
     """The decoder of a `Config`, with parameters drawn by `rngs`, an `nnx.Rngs`.
 
@@ -141,13 +110,22 @@ class Decoder(nnx.Module):
         self, tokens: jax.Array, key: jax.Array | None = None, places: marks.Places | None = None
     ) -> tuple[jax.Array, Any]:
         """(logits, routing) of a call's arguments; routing is a `Routing`, None without experts."""
+        x, routing = self.hidden(tokens, key, places)
+        return _logits(self.config, x, self.last_kernel), routing
+
+    def hidden(
+        self, tokens: jax.Array, key: jax.Array | None = None, places: marks.Places | None = None
+    ) -> tuple[jax.Array, Any]:
+        """(activations [b, s, e] as the head takes them, routing), of a call's arguments."""
         x = self.embed.kernel[...].astype(self.config.dtype)[tokens]
         x = marks.constrain(x, "embedding_output")
         x, routing = self._layers(x, key, places)
-        x = self.final_norm(x)
-        tied = self.config.tied
-        logits = self.embed("bse,ve->bsv", x) if tied else self.head("bse,ev->bsv", x)
-        return marks.constrain(logits.astype(jnp.float32), "logits"), routing
+        return self.final_norm(x), routing
+
+    @property
+    def last_kernel(self) -> jax.Array:
+        """The head's weights [e, v], or the embedding's [v, e] where that is the head too."""
+        return (self.embed if self.config.tied else self.head).kernel[...]
 
     def _layers(self, x, key, places):
         c = self.config
@@ -207,16 +185,56 @@ def _slope(primals, tangents):
     return found, jnp.sum(jnp.exp(wide - found[..., None]) * tangent, axis=-1)
 
 
+def _logits(config, x, kernel):
+    letters = "bse,ve->bsv" if config.tied else "bse,ev->bsv"
+    logits = jnp.einsum(letters, x, kernel.astype(config.dtype))
+    return marks.constrain(logits.astype(jnp.float32), "logits")
+
+
+@jax.custom_jvp
+def _summed_in(wide, x):
+    """`x`, whose gradient goes to `wide`: what a loop adds to it is summed in float32."""
+    return x
+
+
+@_summed_in.defjvp
+def _narrowed(primals, tangents):
+    return primals[1], tangents[0].astype(primals[1].dtype)
+
+
 def _read(params, batch, graphdef):
     """(the decoder, its tokens and their places)."""
     decoder = params if graphdef is None else nnx.merge(graphdef, params)
     return decoder, batch["tokens"], marks.places(batch, *batch["tokens"].shape)
 
 
-def _nats(logits, batch):
-    """The sum of -log p over real tokens."""
-    mask = batch["mask"]
-    return jnp.sum(jnp.where(mask == 0, 0, cross_entropy(logits, batch["targets"]) * mask))
+def _nats(decoder, x, batch):
+    """The sum of -log p over real tokens, of what `Decoder.hidden` returned; in chunks of tokens,
+    every n-th of a row, so that the chunks of a row that devices cut are cut likewise.
+    """
+    config, kernel = decoder.config, decoder.last_kernel
+
+    def nats(kernel, x, targets, mask):
+        each = cross_entropy(_logits(config, x, kernel), targets)
+        return jnp.sum(jnp.where(mask == 0, 0, each * mask))
+
+    given, n = (x, batch["targets"], batch["mask"]), config.loss_chunks
+    if n == 1:
+        return nats(kernel, *given)
+    if x.shape[1] % n:
+        raise ValueError(
+            f"model.loss: loss_chunks={n} does not divide the {x.shape[1]} tokens that a device "
+            f"has of a row; take a number that does, such as {math.gcd(n, x.shape[1])}."
+        )
+    chunks = [jnp.moveaxis(a.reshape(len(a), -1, n, *a.shape[2:]), 2, 0) for a in given]
+    used = jax.lax.stop_gradient(kernel.astype(config.dtype))
+    wide = kernel.astype(jnp.float32)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False, policy=_KEPT)
+    def again(chunk):
+        return nats(_summed_in(wide, used), *chunk)
+
+    return jnp.sum(jax.lax.map(again, chunks))
 
 
 def loss(
@@ -227,10 +245,15 @@ def loss(
     Dividing once, at the very end, makes any padding, masking, sharding or accumulation exact.
     `params` is a `Decoder`, or its state with the `graphdef` that `nnx.split` gave, which
     `functools.partial(loss, graphdef=graphdef)` binds. `batch` is a dict as `data.batches` makes
-    them. With a `key`, dropout is on.
+    them. With a `key`, dropout is on. With `Config.loss_chunks` the logits of one chunk of tokens
+    are there at a time, and are computed twice: forward, and again backward.
+
+    Raises:
+      ValueError: `loss_chunks` does not divide the tokens that a device has of a row.
     """
     decoder, tokens, places = _read(params, batch, graphdef)
-    return objective.Mean(_nats(decoder(tokens, key, places), batch), jnp.sum(batch["mask"]))
+    x, _ = decoder.hidden(tokens, key, places)
+    return objective.Mean(_nats(decoder, x, batch), jnp.sum(batch["mask"]))
 
 
 def routed_loss(
@@ -252,8 +275,8 @@ def routed_loss(
       ValueError: `over` is neither.
     """
     mask, (decoder, tokens, places) = batch["mask"], _read(params, batch, graphdef)
-    logits, routing = decoder.route(tokens, key, places)
-    total = _nats(logits, batch)
+    x, routing = decoder.hidden(tokens, key, places)
+    total = _nats(decoder, x, batch)
     aux = {
         "loads": experts.loads(routing.chosen, mask, decoder.config.experts),
         "dropped": jnp.sum(jnp.where(routing.kept, 0, mask[None, :, :, None]), axis=(1, 2, 3)),

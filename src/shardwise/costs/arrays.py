@@ -23,7 +23,8 @@ class Roles:
     `expert` is an axis of its own, along which all but the experts is whole. With tensor the
     sequence is cut between its products. With `remat` a layer is recomputed in the backward pass
     from what enters it; with `products` too, the results of products with its weights are kept, and
-    not computed again; with `offload` too, what enters waits on the host meanwhile.
+    not computed again; with `offload` too, what enters waits on the host meanwhile. `loss_chunks`
+    are `model.Config`'s.
     """
 
     stage: int = 1
@@ -36,6 +37,7 @@ class Roles:
     remat: bool = False
     offload: bool = False
     products: bool = False
+    loss_chunks: int = 1
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
@@ -61,7 +63,8 @@ class Roles:
         told += f", {self.microbatches} microbatches" if self.microbatches > 1 else ""
         told += ", remat" if self.remat else ""
         told += ", products kept" if self.products else ""
-        return told + (", offload" if self.offload else "")
+        told += ", offload" if self.offload else ""
+        return told + (f", loss in {self.loss_chunks} chunks" if self.loss_chunks > 1 else "")
 
 
 # What `layouts.Layout` cuts over the tensor axis, and over the expert axis.

@@ -13,7 +13,7 @@ from shardwise.costs.arrays import Part
 from shardwise.costs.ledger import WIDE
 from shardwise.costs.sent import passed, slots
 
-_FEW = 8192  # tokens: of more, programs for TPUs have copies at the loss
+_FEW = 8192  # tokens: of more, or twice as many, programs for TPUs have copies at the loss
 
 
 class Terms(NamedTuple):
@@ -207,20 +207,26 @@ def _of_vocabulary(part):
 
 
 def _logits(part, head, gpu):
-    """The bytes of logits or, after them, of the head's gradient; of TPUs of both.
+    """The bytes of logits or, after them, of the head's gradient; of TPUs of both. Of a loss in
+    chunks, those of one chunk, and the head's gradient in float32, and in the dtype of use.
 
-    Of more than 8,192 tokens, not cut by context, programs for TPUs have copies of the gathered
-    head beside the logits, as their compiler lists them: four, or one in a loop over microbatches.
-    Around a tensor axis it takes the head's products in parts, which come from both sides: around
-    four devices or more, two parts of each of three products; around two, of as many tokens, as
-    much as the logits again.
+    Where context cuts no tokens, programs for TPUs have copies of the gathered head beside the
+    logits, as their compiler lists them: four of more than 16,384 tokens, or in a loop over
+    microbatches one of more than 8,192. Around a tensor axis it takes the head's products in parts,
+    which come from both sides: around four devices or more, two parts of each of three products.
+    There the logits' gradient lies beside the logits, too, in another order of its axes: of more
+    than 8,192 tokens, uncut by context; around two devices of more than 16,384.
     """
-    logits, r, many = _of_vocabulary(part) * part.itemsize, part.roles, part.tokens > _FEW
+    logits, r = _of_vocabulary(part) * part.itemsize, part.roles
+    some, many = (part.tokens > n * _FEW for n in (1, 2))
+    if r.loss_chunks > 1:
+        return head * WIDE / part.itemsize + max(logits / r.loss_chunks, head)
     if gpu:
         return max(logits, head)
-    copies = head * (1 if r.microbatches > 1 else 4) * (many and r.context == 1)
+    copies = (head * some if r.microbatches > 1 else head * 4 * many) * (r.context == 1)
     if r.tensor > 1:
-        copies = logits * (3 * 2 / r.tensor if r.tensor >= 4 else many)
+        parts = 3 * 2 / r.tensor + (some and r.context == 1)
+        copies = logits * (parts if r.tensor >= 4 else many)
     return head + max(logits + copies, head)
 
 
@@ -230,7 +236,8 @@ def _beside(part, head):
     """
     ends = (s for s in part.held() if not s.array.stacked and part.ends(s.array))
     shares = sum(s.elements * s.array.itemsize for s in ends)
-    return _of_vocabulary(part) * part.itemsize + head + shares
+    logits = _of_vocabulary(part) * part.itemsize / part.roles.loss_chunks
+    return logits + head + shares
 
 
 def _between(part):

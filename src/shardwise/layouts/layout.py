@@ -197,7 +197,7 @@ class Layout:
         yield (
             self.exact < 0 or self.exact & (self.exact - 1) or self.exact % self.mesh.size,
             f"exact={self.exact} over {self.mesh.size} devices; expected a number of blocks of "
-            f"rows, a power of two that the number of devices divides.",
+            f"rows, a power of two and a multiple of the number of devices.",
         )
         yield (
             self.exact and self.reduce_dtype is not None,

@@ -76,7 +76,8 @@ def flags(roles: Roles, plan: Plan) -> str:
     given = {"batch": plan.batch, "sequence": plan.sequence, "ema": None}
     said = {"fsdp": 1} | roles.sizes | _settings(roles, plan.config, kernel(plan))
     given |= {f"layout.{name}": value for name, value in said.items()}
-    for name, chosen in {"model": plan.config, "optimizer": plan.optimizer}.items():
+    config = dataclasses.replace(plan.config, loss_chunks=roles.loss_chunks)
+    for name, chosen in {"model": config, "optimizer": plan.optimizer}.items():
         every, usual = dataclasses.asdict(chosen).items(), type(chosen)()
         given |= {f"{name}.{key}": x for key, x in every if x != getattr(usual, key)}
     return " ".join(_flag(name.replace("_", "-"), value) for name, value in given.items())
@@ -103,7 +104,8 @@ def program_of(
     roles: Roles, config: Config, batch: int, sequence: int, optimizer: Optimizer | None = None
 ) -> Own:
     """The decoder's program for a layout, which has attention's kernel."""
-    create, loss, has_aux = model.program(dataclasses.replace(config, stages=roles.stage))
+    config = dataclasses.replace(config, stages=roles.stage, loss_chunks=roles.loss_chunks)
+    create, loss, has_aux = model.program(config)
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "mask": jnp.float32}
     fields = {name: jax.ShapeDtypeStruct((batch, sequence), x) for name, x in dtypes.items()}
     tx = optimizer and optimizer.transformation()

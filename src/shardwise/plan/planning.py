@@ -160,7 +160,7 @@ def plan(
         which gathers matrices whole.
     """
     config = preset(model) if isinstance(model, str) else model
-    config = dataclasses.replace(config, remat=False, stages=1)
+    config = dataclasses.replace(config, remat=False, stages=1, loss_chunks=1)
     chips = topology.chips(chips) if isinstance(chips, str) else chips
     for name, value in (("batch", batch), ("sequence", sequence)):
         if value < 1:
@@ -168,7 +168,7 @@ def plan(
     given = config, of_decoder(config, optimizer), chips, batch, sequence
     return Plan(config, chips, batch, sequence, optimizer=optimizer).filled(
         roles.every(chips.devices),
-        lambda each: roles.variants(each, batch, chips, dense=not config.experts),
+        lambda each: roles.variants(each, batch, chips, not config.experts, sequence),
         lambda each: candidate(each, *given),
     )
 

@@ -10,6 +10,8 @@ from shardwise.layouts import Layout
 from shardwise.model import Config
 from shardwise.topology.slices import Chips
 
+_CHUNKS = 8  # into which a row is cut for the loss
+
 
 class Refusal(NamedTuple):
     """A layout that cannot be, or does not fit: `kind` in a few words, `reason` with numbers."""
@@ -40,22 +42,28 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // i for i in small)})
 
 
-def variants(roles: Roles, batch: int, chips: Chips, dense: bool = True) -> Iterator[Roles]:
+def variants(
+    roles: Roles, batch: int, chips: Chips, dense: bool = True, length: int = 1
+) -> Iterator[Roles]:
     """The `roles` with every number of microbatches worth trying, with and without remat.
 
     These are powers of two that divide a device's rows; with stages, as many as stages or more,
     and the rows themselves. Without stages, products are kept beside remat, in a `dense` model, and
-    offload is tried, on chips whose way to the host is known.
+    offload is tried, on chips whose way to the host is known; and with neither stages nor tensor
+    the loss in chunks, where they divide the `length` of a row.
     """
     ways = [{}, {"remat": True}]
     if roles.stage == 1:
         ways += [{"remat": True, "products": True}] if dense else []
         ways += [{"remat": True, "offload": True}] if chips.chip.host_bandwidth else []
+    whole = roles.stage > 1 or roles.tensor > 1 or length // roles.context % _CHUNKS
+    chunks = (1,) if whole else (1, _CHUNKS)
     rows, least = batch // roles.rows, roles.stage
     numbers = {m for m in (2**i for i in range(12)) if rows % m == 0} | {*[rows][: least - 1]}
     for m in sorted(m for m in numbers if m >= least):
         for way in ways:
-            yield dataclasses.replace(roles, microbatches=m, **way)
+            for n in chunks:
+                yield dataclasses.replace(roles, microbatches=m, loss_chunks=n, **way)
 
 
 def refusal(

@@ -122,7 +122,8 @@ def flops(part: Part) -> float:
         added = c.embed * c.mlp * (c.shared_experts if c.experts else 1)
         again = weights - (added if c.norms == "before" else 0)
     work = part.layers * (6 * weights + 2 * again) * tokens
-    work += 6 * c.embed * c.vocab * tokens if part.is_last else 0
+    passes = 3 + (r.loss_chunks > 1)  # whose logits are computed again
+    work += 2 * passes * c.embed * c.vocab * tokens if part.is_last else 0
     scores = part.layers * c.heads * c.head_dim * tokens * part.sequence / 2
     work += (2 * (2 if r.remat else 1) + 5) * 2 * scores
     return work / r.tensor

@@ -120,6 +120,7 @@ def words(plan: Plan, c: Candidate) -> str:
     if c.roles.remat:
         how = " but for products" * c.roles.products + " from the host" * c.roles.offload
         told.append("layers recomputed" + how)
+    told += [f"the loss in {c.roles.loss_chunks} chunks"] if c.roles.loss_chunks > 1 else []
     return ", ".join(told or ["one device"])
 
 
@@ -251,7 +252,7 @@ def of_plan(plan: Plan, top: int) -> dict[str, Any]:
 
 
 def _of_roles(r):
-    return {"roles": r.sizes, **_named(r, "microbatches remat offload products")}
+    return {"roles": r.sizes, **_named(r, "microbatches remat offload products loss_chunks")}
 
 
 def _of_layout(plan: Plan, c: Candidate):

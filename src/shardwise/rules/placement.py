@@ -165,8 +165,8 @@ class Description:
         )
 
 
-def describe(rule: Any, tree: Any, mesh: Mesh) -> str:
-    """The layout that `rule` gives `tree`, an object that prints as a table.
+def describe(rule: Any, tree: Any, mesh: Mesh) -> Description:
+    """The layout that `rule` gives `tree`, as a `Description`, which prints as a table.
 
     A row has an array's path, shape, spec and bytes on each device, and the reason if the array is
     whole on every device; sums follow. Arrays may be abstract. Raises what the rule raises.
