@@ -277,3 +277,15 @@ def test_the_loss_is_that_of_the_model_that_is_called():
     ours, expected, without = found(decoder)
     np.testing.assert_allclose(ours, expected, rtol=1e-5)
     assert abs(without / expected - 1) > 0.1
+
+
+@pytest.mark.parametrize(
+    "kind, chunks, told",
+    [(model.Decoder, 3, "3 does not divide the 8 tokens"), (Capped, 4, "Capped has a __call__ or")],
+)
+def test_chunks_of_the_loss_that_cannot_be_are_refused(kind, chunks, told):
+    config = dataclasses.replace(SMALL, loss_chunks=chunks)
+    decoder = nnx.eval_shape(lambda: kind(config, nnx.Rngs(0)))
+    ids = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+    with pytest.raises(ValueError, match=told):
+        nnx.eval_shape(model.loss, decoder, dict(tokens=ids, targets=ids, mask=ids))

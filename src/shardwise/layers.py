@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -168,3 +168,17 @@ def drop(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
 
     kept = jax.vmap(jax.vmap(vector, (None, 0)), (0, None))(rows, columns)
     return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
+
+
+def unrolled(body: Callable, x: Any, stack: Any) -> tuple[Any, Any]:
+    """`jax.lax.scan` of a body over a stack of layers, as a Python loop."""
+    found = []
+    for i in range(len(jax.tree.leaves(stack)[0])):
+        x, routing = body(x, jax.tree.map(lambda a, i=i: a[i], stack))
+        found.append(routing)
+    return x, jax.tree.map(lambda *layers: jnp.stack(layers), *found)
+
+
+def normed(norm: RMSNorm | None, x: jax.Array) -> jax.Array:
+    """`norm(x)`, or `x` where there is no norm."""
+    return x if norm is None else norm(x)

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardwise import experts, marks, objective
 from shardwise.experts.mixture import Experts, Routing
-from shardwise.layers import Config, Linear, RMSNorm, drop, rotary
+from shardwise.layers import Config, Linear, RMSNorm, drop, normed, rotary, unrolled
 
 __all__ = ["Config", "Decoder", "cross_entropy", "loss", "program", "routed_loss"]
 
@@ -60,16 +60,16 @@ class Block(nnx.Module):
         """(the activations [b, s, e] after this layer, its `Routing` if it has experts or None)."""
         c, places = self.config, places or marks.places(None, *x.shape[:2])
         keys = (None, None) if key is None else jax.random.split(key)
-        y = marks.constrain(_normed(self.attention_norm, x), "attention_input")
-        q = _normed(self.q_norm, self.q("bse,ehd->bshd", y))
-        k = _normed(self.k_norm, self.k("bse,ekd->bskd", y))
+        y = marks.constrain(normed(self.attention_norm, x), "attention_input")
+        q = normed(self.q_norm, self.q("bse,ehd->bshd", y))
+        k = normed(self.k_norm, self.k("bse,ekd->bskd", y))
         q, k = (rotary(each, places.positions, c.rope_theta) for each in (q, k))
         y = marks.attend(q, k, self.v("bse,ekd->bskd", y), places)
         y = self.o("bshd,hde->bse", marks.constrain(y, "attended"))
-        y = drop(_normed(self.attention_end, y), c.dropout, keys[0])
+        y = drop(normed(self.attention_end, y), c.dropout, keys[0])
         x = marks.constrain(x + y, "attention_output")
-        y, routing = self._mlp(marks.constrain(_normed(self.mlp_norm, x), "mlp_input"), places)
-        y = drop(_normed(self.mlp_end, y), c.dropout, keys[1])
+        y, routing = self._mlp(marks.constrain(normed(self.mlp_norm, x), "mlp_input"), places)
+        y = drop(normed(self.mlp_end, y), c.dropout, keys[1])
         return marks.constrain(x + y, "mlp_output"), routing
 
     def _mlp(self, x, places):
@@ -78,10 +78,6 @@ class Block(nnx.Module):
         activation = getattr(jax.nn, self.config.activation)
         y = activation(self.gate("bse,em->bsm", x)) * self.up("bse,em->bsm", x)
         return self.down("bsm,me->bse", marks.constrain(y, "mlp_hidden")), None
-
-
-def _normed(norm, x):
-    return x if norm is None else norm(x)
 
 
 class Decoder(nnx.Module):
@@ -111,7 +107,7 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, Any]:
         """(logits, routing) of a call's arguments; routing is a `Routing`, None without experts."""
         x, routing = self.hidden(tokens, key, places)
-        return _logits(self.config, x, self.last_kernel), routing
+        return self.logits(x, self.last_kernel), routing
 
     def hidden(
         self, tokens: jax.Array, key: jax.Array | None = None, places: marks.Places | None = None
@@ -121,6 +117,12 @@ class Decoder(nnx.Module):
         x = marks.constrain(x, "embedding_output")
         x, routing = self._layers(x, key, places)
         return self.final_norm(x), routing
+
+    def logits(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
+        """Logits float32 [b, s, vocab] of what `hidden` returned, with `kernel` as the head's."""
+        letters = "bse,ve->bsv" if self.config.tied else "bse,ev->bsv"
+        logits = jnp.einsum(letters, x, kernel.astype(self.config.dtype))
+        return marks.constrain(logits.astype(jnp.float32), "logits")
 
     @property
     def last_kernel(self) -> jax.Array:
@@ -137,7 +139,7 @@ class Decoder(nnx.Module):
             return nnx.merge(graphdef, marks.use(weights)).route(x, key, places)
 
         body = jax.checkpoint(layer) if c.remat else marks.layer(layer)
-        size, run = c.layers // c.stages, jax.lax.scan if c.scan else _unrolled
+        size, run = c.layers // c.stages, jax.lax.scan if c.scan else unrolled
         routings = []
         for first in range(0, c.layers, size):
             part = jax.tree.map(lambda a, i=first: a[i : i + size], (stack, keys))
@@ -145,14 +147,6 @@ class Decoder(nnx.Module):
             x, routing = run(body, x, part)
             routings.append(routing)
         return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *routings)
-
-
-def _unrolled(body, x, stack):
-    found = []
-    for i in range(len(jax.tree.leaves(stack)[0])):
-        x, routing = body(x, jax.tree.map(lambda a, i=i: a[i], stack))
-        found.append(routing)
-    return x, jax.tree.map(lambda *layers: jnp.stack(layers), *found)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, policy=_KEPT)
@@ -185,12 +179,6 @@ def _slope(primals, tangents):
     return found, jnp.sum(jnp.exp(wide - found[..., None]) * tangent, axis=-1)
 
 
-def _logits(config, x, kernel):
-    letters = "bse,ve->bsv" if config.tied else "bse,ev->bsv"
-    logits = jnp.einsum(letters, x, kernel.astype(config.dtype))
-    return marks.constrain(logits.astype(jnp.float32), "logits")
-
-
 @jax.custom_jvp
 def _summed_in(wide, x):
     """`x`, whose gradient goes to `wide`: what a loop adds to it is summed in float32."""
@@ -208,33 +196,37 @@ def _read(params, batch, graphdef):
     return decoder, batch["tokens"], marks.places(batch, *batch["tokens"].shape)
 
 
-def _nats(decoder, x, batch):
-    """The sum of -log p over real tokens, of what `Decoder.hidden` returned; in chunks of tokens,
-    every n-th of a row, so that the chunks of a row that devices cut are cut likewise.
+def _nats(logits, batch):
+    """The sum of -log p over real tokens."""
+    mask = batch["mask"]
+    return jnp.sum(jnp.where(mask == 0, 0, cross_entropy(logits, batch["targets"]) * mask))
+
+
+def _in_chunks(decoder, x, batch):
+    """`_nats` of what `Decoder.hidden` returned, in chunks of every n-th token of a row: so a row
+    that devices cut has chunks that are cut likewise.
     """
-    config, kernel = decoder.config, decoder.last_kernel
-
-    def nats(kernel, x, targets, mask):
-        each = cross_entropy(_logits(config, x, kernel), targets)
-        return jnp.sum(jnp.where(mask == 0, 0, each * mask))
-
-    given, n = (x, batch["targets"], batch["mask"]), config.loss_chunks
-    if n == 1:
-        return nats(kernel, *given)
+    n, kernel = decoder.config.loss_chunks, decoder.last_kernel
+    if (type(decoder).__call__, type(decoder).route) != (Decoder.__call__, Decoder.route):
+        raise ValueError(
+            f"model.loss: with loss_chunks={n} logits are those of Decoder.logits, and "
+            f"{type(decoder).__name__} has a __call__ or route of its own; override logits."
+        )
     if x.shape[1] % n:
         raise ValueError(
             f"model.loss: loss_chunks={n} does not divide the {x.shape[1]} tokens that a device "
             f"has of a row; take a number that does, such as {math.gcd(n, x.shape[1])}."
         )
-    chunks = [jnp.moveaxis(a.reshape(len(a), -1, n, *a.shape[2:]), 2, 0) for a in given]
-    used = jax.lax.stop_gradient(kernel.astype(config.dtype))
+    given = {"x": x, "targets": batch["targets"], "mask": batch["mask"]}
+    cut = {name: a.reshape(len(a), -1, n, *a.shape[2:]) for name, a in given.items()}
+    used = jax.lax.stop_gradient(kernel.astype(decoder.config.dtype))
     wide = kernel.astype(jnp.float32)
 
     @functools.partial(jax.checkpoint, prevent_cse=False, policy=_KEPT)
-    def again(chunk):
-        return nats(_summed_in(wide, used), *chunk)
+    def nats(chunk):
+        return _nats(decoder.logits(chunk["x"], _summed_in(wide, used)), chunk)
 
-    return jnp.sum(jax.lax.map(again, chunks))
+    return jnp.sum(jax.lax.map(nats, {name: jnp.moveaxis(a, 2, 0) for name, a in cut.items()}))
 
 
 def loss(
@@ -245,15 +237,19 @@ def loss(
     Dividing once, at the very end, makes any padding, masking, sharding or accumulation exact.
     `params` is a `Decoder`, or its state with the `graphdef` that `nnx.split` gave, which
     `functools.partial(loss, graphdef=graphdef)` binds. `batch` is a dict as `data.batches` makes
-    them. With a `key`, dropout is on. With `Config.loss_chunks` the logits of one chunk of tokens
-    are there at a time, and are computed twice: forward, and again backward.
+    them. With a `key`, dropout is on. With `Config.loss_chunks` the logits of a chunk of tokens are
+    there at a time, and are computed twice.
 
     Raises:
-      ValueError: `loss_chunks` does not divide the tokens that a device has of a row.
+      ValueError: `loss_chunks` does not divide the tokens that a device has of a row, or a subclass
+        has a `__call__` of its own, which chunks would pass over.
     """
     decoder, tokens, places = _read(params, batch, graphdef)
-    x, _ = decoder.hidden(tokens, key, places)
-    return objective.Mean(_nats(decoder, x, batch), jnp.sum(batch["mask"]))
+    if decoder.config.loss_chunks > 1:
+        total = _in_chunks(decoder, decoder.hidden(tokens, key, places)[0], batch)
+    else:
+        total = _nats(decoder(tokens, key, places), batch)
+    return objective.Mean(total, jnp.sum(batch["mask"]))
 
 
 def routed_loss(
@@ -275,8 +271,12 @@ def routed_loss(
       ValueError: `over` is neither.
     """
     mask, (decoder, tokens, places) = batch["mask"], _read(params, batch, graphdef)
-    x, routing = decoder.hidden(tokens, key, places)
-    total = _nats(decoder, x, batch)
+    if decoder.config.loss_chunks > 1:
+        x, routing = decoder.hidden(tokens, key, places)
+        total = _in_chunks(decoder, x, batch)
+    else:
+        logits, routing = decoder.route(tokens, key, places)
+        total = _nats(logits, batch)
     aux = {
         "loads": experts.loads(routing.chosen, mask, decoder.config.experts),
         "dropped": jnp.sum(jnp.where(routing.kept, 0, mask[None, :, :, None]), axis=(1, 2, 3)),
