@@ -5,7 +5,8 @@ A seed is committed before the first of its programs is compiled. `fitted` are m
 decoders as their config.json has them. `again` and `tpu` were drawn after the last fit, and so
 were `products`, on GPUs, whose layers keep their products; `newer`, on TPUs, after `tpu` had
 taught from how many tokens on a step has copies at the loss, and `last` after both had taught what
-is copied. `here` is for one GPU on which they run.
+is copied; `fourth` after `last` and some chosen programs had taught from how many tokens on, and
+with the loss in chunks. `here` is for one GPU on which they run.
 """
 
 import dataclasses
@@ -96,6 +97,7 @@ class Draw(NamedTuple):
     model: Callable[[random.Random], tuple[str, model.Config]]
     chips: Callable[[random.Random], str]
     more: Mapping[str, bool] = types.MappingProxyType({})  # of each layout
+    chunks: tuple[int, ...] = (1,)  # of the loss, where tensor cuts no logits
 
 
 _few = functools.partial(_nodes, (1, 1, 2, 3, 4, 6, 16))
@@ -107,6 +109,7 @@ DRAWS = {
     "tpu": Draw(29_112_026, 24, _by_config, _torus),
     "newer": Draw(1_122_026, 24, _by_config, _torus),
     "last": Draw(3_122_026, 24, _by_config, _torus),
+    "fourth": Draw(28_112_029, 24, _by_config, _torus, chunks=(1, 1, 8)),
     "here": Draw(28_112_027, 8, _by_config, lambda rng: "h200:1x1"),
     "products": Draw(30_112_026, 12, _by_config, _few, dict(remat=True, products=True)),
 }
@@ -122,6 +125,8 @@ def drawn(which: str) -> dict[str, Case]:
         division = rng.choice([r for r in roles.every(chips.devices) if r.stage == 1])
         sequence, rows = rng.choice([1024, 2048, 4096, 8192, 32_768]), rng.choice([1, 2, 4, 8])
         many = {"microbatches": rng.choice([1, 1, 1, 2, 4]), "remat": rng.random() < 0.6}
+        if len(draw.chunks) > 1 and division.tensor == 1:
+            many["loss_chunks"] = rng.choice(draw.chunks)
         each = roles.Roles(**division.sizes, **many | draw.more)
         case = Case(config, str(chips), each.rows * rows * each.microbatches, sequence, each)
         if _can_be(case, chips):
