@@ -76,6 +76,11 @@ SHARED = dataclasses.replace(
     EIGHT, experts=16, experts_per_token=4, mlp=1024, shared_experts=1, vocab=16_384
 )
 
+# As Gemma 2 2B's, whose vocabulary is large beside its width.
+GEMMA = model.Config(
+    vocab=256_000, embed=2304, layers=4, heads=8, kv_heads=4, mlp=9216, tied=True, norms="both",
+    activation="gelu", **_HELD | dict(head_dim=256)
+)  # fmt: skip
 DEEP = dataclasses.replace(SMALL, layers=16)
 _AWAY = dict(remat=True, offload=True)
 _PRODUCTS = dict(remat=True, products=True)
@@ -130,6 +135,10 @@ JUDGED = {
     ),
     "products": _case(GROUPED, "v5e:4x4", 128, 1024, fsdp=16, **_PRODUCTS),
     "products, tensor": _case(SEVEN, "v5p:2x2x2", 32, 2048, fsdp=2, tensor=4, **_PRODUCTS),
+    "vocabulary": _case(GEMMA, "v5e:4x4", 32, 8192, fsdp=16, remat=True),
+    "vocabulary, loss in chunks": _case(
+        GEMMA, "v5e:4x4", 32, 8192, fsdp=16, remat=True, loss_chunks=8
+    ),
     "llama3-8b, products": _case(
         plan.preset("llama3-8b"), "v5e:16x16", 256, 8192,
         fsdp=64, context=4, microbatches=4, **_PRODUCTS
