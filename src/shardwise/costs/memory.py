@@ -215,7 +215,8 @@ def _logits(part, head, gpu):
     microbatches one of more than 8,192. Around a tensor axis it takes the head's products in parts,
     which come from both sides: around four devices or more, two parts of each of three products.
     There the logits' gradient lies beside the logits, too, in another order of its axes: of more
-    than 8,192 tokens, uncut by context; around two devices of more than 16,384.
+    than 8,192 tokens, uncut by context; around two devices of more than 16,384, in eight rows or
+    more, as many as a tile of theirs has.
     """
     logits, r = _of_vocabulary(part) * part.itemsize, part.roles
     some, many = (part.tokens > n * _FEW for n in (1, 2))
@@ -226,7 +227,7 @@ def _logits(part, head, gpu):
     copies = (head * some if r.microbatches > 1 else head * 4 * many) * (r.context == 1)
     if r.tensor > 1:
         parts = 3 * 2 / r.tensor + (some and r.context == 1)
-        copies = logits * (parts if r.tensor >= 4 else many)
+        copies = logits * (parts if r.tensor >= 4 else many and part.rows >= 8)
     return head + max(logits + copies, head)
 
 
