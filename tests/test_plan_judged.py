@@ -51,7 +51,9 @@ def whole(config):
 def test_those_judged_are_many_of_all_kinds_and_of_other_models(benchmark):
     fitted = benchmark.FITTED.values()
     judged = [c for n, c in benchmark.JUDGED.items() if n != "llama3-8b, products"]
-    drawn = [c for n, c in benchmark.CASES.items() if n.startswith(("tpu", "newer", "last"))]
+    drawn = [
+        c for n, c in benchmark.CASES.items() if n.startswith(("tpu", "newer", "last", "fourth"))
+    ]
     assert not {whole(case.config) for case in judged} & {whole(case.config) for case in fitted}
     devices = {topology.chips(case.chips).devices for case in (*judged, *drawn)}
     assert {8, 192} <= devices and {case.chips.partition(":")[0] for case in drawn} >= {
