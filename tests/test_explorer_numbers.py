@@ -116,9 +116,9 @@ def test_refusals_are_jaxs(meshes):
 
 
 def test_a_mesh_needs_eight_devices(monkeypatch):
-    some = jax.local_devices(backend="cpu")[:4]
-    monkeypatch.setattr(jax, "local_devices", lambda backend: some)
-    with pytest.raises(RuntimeError, match=r"8 CPU devices and found 4: .*mesh\.simulate\(8\)"):
+    some = mesh.devices()[:4]
+    monkeypatch.setattr(mesh, "devices", lambda: some)
+    with pytest.raises(RuntimeError, match=r"8 devices and found 4: .*mesh\.simulate\(8\)"):
         figures.mesh_explorer()
 
 

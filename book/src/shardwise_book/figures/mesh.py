@@ -3,16 +3,20 @@
 import itertools
 from html import escape
 
-import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
+from shardwise import mesh
 from shardwise_book.figures import svg
 from shardwise_book.figures.interactive import Control, Interactive, explorer, said
 from shardwise_book.figures.pieces import pieces
 
-MESHES = ((8,), (4, 2), (2, 4), (2, 2, 2))
-NAMES = {1: ("data",), 2: ("data", "model"), 3: ("stage", "data", "model")}
+MESHES = (
+    {"data": 8},
+    {"data": 4, "model": 2},
+    {"data": 2, "model": 4},
+    {"stage": 2, "data": 2, "model": 2},
+)
 SIZES = (16, 8, 6)
 ITEMSIZE = 4  # float32
 LAYOUT = """<div id="@size"></div><div class="pictures sheets" id="@sheets">
@@ -25,20 +29,17 @@ def mesh_explorer() -> Interactive:
     """Choose an array's shape, a mesh and a spec; see the blocks, their bytes, or JAX's refusal.
 
     Raises:
-      RuntimeError: there are fewer than eight CPU devices; `mesh.simulate(8)` makes them.
+      RuntimeError: there are fewer than eight devices; `mesh.simulate(8)` makes them.
     """
-    devices = jax.local_devices(backend="cpu")[:8]
-    if len(devices) < 8:
+    if (n := len(mesh.devices())) < 8:
         raise RuntimeError(
-            f"The mesh explorer needs 8 CPU devices and found {len(devices)}: call "
-            f"mesh.simulate(8) first, before anything touches a device."
+            f"The mesh explorer needs 8 devices and found {n}: call mesh.simulate(8) first, before "
+            f"anything touches a device."
         )
-    meshes = {}
-    for sizes in MESHES:
-        axes = NAMES[len(sizes)]
-        label = f"{'×'.join(map(str, sizes))} ({', '.join(axes)})"
-        types = (AxisType.Auto,) * len(axes)
-        meshes[label] = Mesh(np.array(devices).reshape(sizes), axes, axis_types=types)
+    meshes = {
+        f"{'×'.join(map(str, sizes.values()))} ({', '.join(sizes)})": mesh.make(**sizes)
+        for sizes in MESHES
+    }
 
     def looked(mesh, rows, columns, first, second):
         """What each device holds, and JAX's refusal if nothing."""
