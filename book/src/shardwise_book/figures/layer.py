@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -14,17 +13,6 @@ from shardwise_book.figures.pieces import pieces
 
 Specs = Mapping[str, PartitionSpec]  # by the name of a matrix
 _WIDE, _GAP, _LEFT = 330, 24, 4  # of the picture, in its own units
-
-
-class Matrix(NamedTuple):
-    """A weight of shape `shape`, of which the first `inputs` axes are contracted: its rows."""
-
-    shape: tuple[int, ...]
-    inputs: int = 1
-
-    @property
-    def drawn(self) -> tuple[int, int]:
-        return math.prod(self.shape[: self.inputs]), math.prod(self.shape[self.inputs :])
 
 
 def layer_explorer(
@@ -44,10 +32,9 @@ def layer_explorer(
     Raises:
       ValueError: a spec whose block is no rectangle of the matrix as drawn.
     """
-    rows = {title: {name: Matrix(*m) for name, m in row.items()} for title, row in rows.items()}
     places, outlines, height = _arranged(rows)
     matrices = {name: matrix for row in rows.values() for name, matrix in row.items()}
-    whole = 4 * sum(math.prod(m.drawn) for m in matrices.values())  # bytes, of float32
+    whole = 4 * sum(math.prod(shape) for shape, _ in matrices.values())  # bytes, of float32
 
     def cut(specs):
         at = {name: NamedSharding(mesh, specs[name]) for name in matrices}
@@ -67,7 +54,7 @@ def layer_explorer(
 
     def sums(used):
         for name, matrix in matrices.items():
-            if used[name][0].bottom - used[name][0].top < matrix.drawn[0]:
+            if used[name][0].bottom - used[name][0].top < _sides(*matrix)[0]:
                 x, y = places[name][3:]
                 yield svg.text(x, y + 6, "Σ", "middle", 'font-size="18"')
 
@@ -91,10 +78,15 @@ def layer_explorer(
     return explorer(controls, layout, result, sums, _blocks, **more, **made)
 
 
+def _sides(shape, inputs):
+    """Rows and columns of a weight as drawn; a product contracts the first `inputs` axes."""
+    return math.prod(shape[:inputs]), math.prod(shape[inputs:])
+
+
 def _arranged(rows):
     """({name: (x, y, scale)}, what every frame shows, the picture's height)."""
     scale = min(
-        (_WIDE - _LEFT - _GAP * len(row)) / sum(m.drawn[1] for m in row.values())
+        (_WIDE - _LEFT - _GAP * len(row)) / sum(_sides(*m)[1] for m in row.values())
         for row in rows.values()
     )
     places, parts, y = {}, [], 0
@@ -102,11 +94,11 @@ def _arranged(rows):
         parts.append(svg.text(0, y + 14, title, more='font-weight="bold"'))
         x, y = _LEFT, y + 40
         for name, matrix in row.items():
-            high, wide = (round(n * scale, 1) for n in matrix.drawn)
+            high, wide = (round(n * scale, 1) for n in _sides(*matrix))
             parts += svg.text(x, y - 6, name), svg.box(x, y, wide, high)
             places[name] = x, y, scale, x + wide + 12, y + high / 2
             x = round(x + wide + _GAP, 1)
-        y = round(y + max(m.drawn[0] for m in row.values()) * scale + 14, 1)
+        y = round(y + max(_sides(*m)[0] for m in row.values()) * scale + 14, 1)
     return places, "".join(parts), y
 
 
