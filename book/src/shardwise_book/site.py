@@ -10,13 +10,11 @@ import itertools
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from docutils import nodes
 from latex2mathml.converter import convert
 from sphinx.application import Sphinx
-from sphinx.config import Config
 from sphinx.util import logging
 from sphinx.util.math import get_node_equation_number
 
@@ -76,7 +74,7 @@ def visit_math(self, node: nodes.math | nodes.math_block) -> None:
     raise nodes.SkipNode
 
 
-def take_options(app: Sphinx, config: Config) -> None:
+def _take_options(app, config):
     """Keeps what Jupyter Book says of the repository; `basic` knows none of its options."""
     options = config.html_theme_options
     config.html_context["repository"] = (options.get("repository_url") or "").rstrip("/")
@@ -101,13 +99,7 @@ def page_links(repository: str, branch: str, colab: str, slug: str) -> list[dict
     return links
 
 
-def complete(
-    app: Sphinx,
-    pagename: str,
-    templatename: str,
-    context: dict[str, Any],
-    doctree: nodes.document | None,
-) -> None:
+def _complete(app, pagename, templatename, context, doctree):
     """Gives the templates the page's links and text, and each chapter a notebook to download.
 
     Extensions load their files on every page: leaves out what this page has no use for.
@@ -138,6 +130,6 @@ def setup(app: Sphinx) -> None:
     # Jupyter Book sets it even where sphinx_comments, which would know it, is not loaded.
     app.add_config_value("comments_config", {}, "")
     app.add_html_math_renderer("mathml", (visit_math, None), (visit_math, None))
-    app.connect("config-inited", take_options)
-    app.connect("html-page-context", complete)
+    app.connect("config-inited", _take_options)
+    app.connect("html-page-context", _complete)
     reference.setup(app)
