@@ -27,7 +27,8 @@ PAINTED = re.compile(
     r'style="color: #\w+; (?:text-decoration-color: #\w+; )?background-color: (#\w{6})"'
 )
 FOLDER = "_static/figures"
-STYLE = re.compile(r"<style>\s*(\.shardwise-.*?)</style>", re.DOTALL)
+SHARED = re.compile(r"(?s)<(style|script)>\s*((?:\.shardwise-|\(globalThis\.shardwise ).*?)</\1>")
+LINKS = {"css": '<link rel="stylesheet" href="{}"/>', "js": '<script src="{}"></script>'}
 
 
 def mend(html: str) -> str:
@@ -47,27 +48,15 @@ def lift(html: str, output: Path, address: str) -> str:
 
     `address` leads from the page to FOLDER in `output`.
     """
-    if "shardwise-" not in html:
-        return html
-    from .figures.interactive import code  # JAX comes with it; most pages do without
+    folder, linked = output / FOLDER, set()
 
-    folder, linked = output / FOLDER, {}  # {file: the tag that reads it}
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in sorted(path.name for path in Path(__file__).parent.glob("figures/*.js")):
-        text = code(name)
-        inline, lifted = f"({text})(root", f'(shardwise["{name}"])(root'
-        if inline in html:
-            html = html.replace(inline, lifted)
-            told = f'(globalThis.shardwise ??= {{}})["{name}"] = {text};\n'
-            (folder / name).write_text(told, encoding="utf-8")
-            linked[name] = f'<script src="{address}/{name}"></script>'
-    scripts = "".join(linked.values())
-
-    def style(match):
-        name = f"{hashlib.sha256(match[1].encode()).hexdigest()[:12]}.css"
-        (folder / name).write_text(match[1], encoding="utf-8")
-        link = "" if name in linked else f'<link rel="stylesheet" href="{address}/{name}"/>'
-        linked[name] = link
+    def lifted(match):
+        ending = "css" if match[1] == "style" else "js"
+        name = f"{hashlib.sha256(match[2].encode()).hexdigest()[:12]}.{ending}"
+        link = "" if name in linked else LINKS[ending].format(f"{address}/{name}")
+        linked.add(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(match[2], encoding="utf-8")
         return link
 
-    return scripts + STYLE.sub(style, html)
+    return SHARED.sub(lifted, html)
