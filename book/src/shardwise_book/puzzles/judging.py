@@ -158,9 +158,7 @@ def require_at_most(number: float, enough: float, what: str) -> None:
         raise Wrong(f"right values, {number:,.0f} {what}; {enough:,.0f} are enough.")
 
 
-def require_sent(
-    program: jax.stages.Compiled, enough: float, what: str = "ring bytes"
-) -> int | float:
+def require_sent(program: jax.stages.Compiled, enough: float, what: str = "ring bytes") -> float:
     """What a device sends in a ring; raise `Wrong` where it is more than `enough` bytes."""
     sent = measure.collectives(program).ring_bytes
     require_at_most(sent, enough, what)

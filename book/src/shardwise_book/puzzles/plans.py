@@ -16,10 +16,7 @@ _planned = functools.cache(plan.plan)
 
 @puzzle('put a name such as `"v5p:4x4x4"` in the place of the dots.')
 def smallest(name: str) -> Verdict:
-    """Check the name, such as "v5p:4x4x4", of the smallest slice on which Llama 3 70B fits.
-
-    It is to fit in some layout, with 64 rows of 4,096 tokens.
-    """
+    """Check the name of the smallest slice of v5p for Llama 3 70B with 64 rows of 4,096 tokens."""
     if not isinstance(name, str):
         raise Wrong(f"expected a name such as 'v5p:4x4x4', and got {name!r}.")
     found = topology.chips(name)
@@ -46,10 +43,7 @@ def _least(name):
 
 @puzzle("put `plan.Roles(...)` in the place of the dots.")
 def division(answer: plan.Roles) -> Verdict:
-    """Check `plan.Roles` for Llama 3 8B on 64 v5e chips, with 64 rows of 1,024 tokens.
-
-    By the planner's count they may take 5 % longer than the fastest that fit, without stages.
-    """
+    """Check `plan.Roles` as `split` does: Llama 3 8B, 64 v5e chips, 64 rows of 1,024 tokens."""
     return _near_the_best(answer, "llama3-8b", "v5e:8x8", 64, 1024)
 
 
