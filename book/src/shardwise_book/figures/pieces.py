@@ -17,12 +17,7 @@ from shardwise import mesh
 from shardwise_book.figures import svg
 from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
 
-MESHES = (
-    {"data": 8},
-    {"data": 4, "model": 2},
-    {"data": 2, "model": 4},
-    {"stage": 2, "data": 2, "model": 2},
-)
+MESHES = dict(data=8), dict(data=4, model=2), dict(data=2, model=4), dict(stage=2, data=2, model=2)
 SIZES = (16, 8, 6)
 ITEMSIZE = 4  # float32
 LAYOUT = """<div id="@size"></div><div class="pictures sheets" id="@sheets">
@@ -198,7 +193,7 @@ def layer_explorer(
     """
     places, outlines, height = _arranged(rows)
     matrices = {name: matrix for row in rows.values() for name, matrix in row.items()}
-    whole = 4 * sum(math.prod(shape) for shape, _ in matrices.values())  # bytes, of float32
+    whole = ITEMSIZE * sum(math.prod(shape) for shape, _ in matrices.values())
 
     def cut(specs):
         at = {name: NamedSharding(mesh, specs[name]) for name in matrices}
@@ -207,7 +202,7 @@ def layer_explorer(
     def result(layout, device, mine, needed):
         place = np.unravel_index(device, mesh.devices.shape)
         where = ", ".join(f"{name} {n}" for name, n in zip(mesh.shape, place, strict=True))
-        mine, needed = (4 * sum(one.size for one in some.values()) for some in (mine, needed))
+        mine, needed = (ITEMSIZE * sum(p.size for p in some.values()) for some in (mine, needed))
         more = f"receives {said('received', needed - mine)} bytes before their use"
         received = more if needed > mine else "receives none"
         return (
