@@ -9,7 +9,7 @@ from browser import PHONE, silent_page
 pytest.importorskip("playwright.sync_api", reason="pip install playwright")
 pytest.importorskip("axe_playwright_python", reason="pip install axe-playwright-python")
 pytest.importorskip("jupyter_book", reason="the book is not built on this stack")
-from shardwise_book import markup
+from shardwise_book import site as pages
 
 STILL = "* { transition: none !important; animation: none !important; }"
 # Contrast, four fifths of the time, is asked of one element of each kind: same colour, font and
@@ -71,4 +71,4 @@ def test_mends():
         f'<span style="{white}: #393b79">': '<span style="color: #ffffff; '
         'background-color: #393b79">',
     }.items():
-        assert markup.mend(written) == mended
+        assert pages.mend(written) == mended

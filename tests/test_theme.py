@@ -11,9 +11,8 @@ from browser import serve, silent_page
 
 pytest.importorskip("jupyter_book", reason="the book is not built on this stack")
 from shardwise_book import figures, site
-from shardwise_book.markup import lift
 from shardwise_book.reference import to_rst
-from shardwise_book.site import draw, page_links
+from shardwise_book.site import draw, lift, page_links
 
 ROOT = Path(__file__).parent.parent
 CHAPTERS = [f"chapters/{path.stem}" for path in sorted((ROOT / "chapters").glob("*.md"))]

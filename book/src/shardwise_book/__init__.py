@@ -2,8 +2,8 @@
 
 Chapters import `figures` and `puzzles`. The rest is the one Sphinx extension and the command lines
 that `make` calls, of use in a clone alone, with what requirements.txt installs: `extension` wires
-the build, with `pairs`, `cache`, `execute`, `times` and `failures`; `site`, `markup` and
-`reference` make the pages; `address` keeps the repository's address.
+the build, with `pairs`, `cache`, `execute`, `times` and `failures`; `site` and `reference` make
+the pages; `address` keeps the repository's address.
 """
 
 

@@ -1,26 +1,29 @@
-"""The look of the site: formulas drawn at build time, and the links above each page.
+"""The look of the site: formulas drawn at build time, the links above each page, its HTML mended.
 
 No page asks for anything from the network. Formulas become MathML, which browsers draw by
 themselves; the theme is Sphinx's `basic` with the two templates in `book/_templates`, because
 sphinx-book-theme loads 2 MB of scripts and fonts on every page, draws two search fields and
-writes to the console.
+writes to the console. What interactive figures of a page share becomes files.
+
+Mended is what Sphinx, MyST-NB and JAX write that a screen reader stumbles over;
+`tests/test_site.py` has axe-core look at every page of the built site. What overflows at some width
+only gets its place in the order of tabs from `shardwise.js`.
 """
 
+import hashlib
 import itertools
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from docutils import nodes
 from latex2mathml.converter import convert
 from sphinx.application import Sphinx
-from sphinx.config import Config
 from sphinx.util import logging
 from sphinx.util.math import get_node_equation_number
 
-from . import markup, reference
+from . import reference
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +47,25 @@ UNCOLOURED = ("n", "nb", "nn", "o", "p", "w", "default_value", "sig-paren")
 # In code each word is told not to break; most could not.
 WORD = re.compile(r'<span class="pre">([\w.=*()]+)</span>')
 PLAIN = re.compile(rf'<span class="(?:{"|".join(UNCOLOURED)})">([^<]*)</span>')
+
+# Each is (what is written, what it becomes).
+MENDS = [
+    # Hides the words of the summary from those who have it read to them.
+    (re.compile(r'(<summary) aria-label="Toggle hidden content"'), r"\1"),
+    # Deprecated by ARIA 1.2, which asks for items in a list.
+    (re.compile(r'role="doc-biblioentry"'), 'role="listitem"'),
+    # The corner of a table is no header.
+    (re.compile(r"<th\b([^>]*)>\s*(?:<p>\s*</p>)?\s*</th>"), r"<td\1></td>"),
+    # A heading has a level.
+    (re.compile(r'(<p class="caption") role="heading"'), r'\1 role="heading" aria-level="2"'),
+]
+# jax.debug.visualize_array_sharding, drawn by rich: white text, whatever lies behind it.
+PAINTED = re.compile(
+    r'style="color: #\w+; (?:text-decoration-color: #\w+; )?background-color: (#\w{6})"'
+)
+FOLDER = "_static/figures"
+SHARED = re.compile(r"(?s)<(style|script)>\s*((?:\.shardwise-|\(globalThis\.shardwise ).*?)</\1>")
+LINKS = {"css": '<link rel="stylesheet" href="{}"/>', "js": '<script src="{}"></script>'}
 
 
 def draw(tex: str, display: str) -> tuple[str, str]:
@@ -76,7 +98,7 @@ def visit_math(self, node: nodes.math | nodes.math_block) -> None:
     raise nodes.SkipNode
 
 
-def take_options(app: Sphinx, config: Config) -> None:
+def _take_options(app, config):
     """Keeps what Jupyter Book says of the repository; `basic` knows none of its options."""
     options = config.html_theme_options
     config.html_context["repository"] = (options.get("repository_url") or "").rstrip("/")
@@ -101,13 +123,38 @@ def page_links(repository: str, branch: str, colab: str, slug: str) -> list[dict
     return links
 
 
-def complete(
-    app: Sphinx,
-    pagename: str,
-    templatename: str,
-    context: dict[str, Any],
-    doctree: nodes.document | None,
-) -> None:
+def mend(html: str) -> str:
+    """The HTML with every such place mended."""
+    for pattern, replacement in MENDS:
+        html = pattern.sub(replacement, html)
+    if not PAINTED.search(html):
+        return html
+    from .figures import palette  # JAX comes with it, which a page of prose can do without
+
+    painted = 'style="color: {}; background-color: {}"'
+    return PAINTED.sub(lambda found: painted.format(palette.ink(found[1]), found[1]), html)
+
+
+def lift(html: str, output: Path, address: str) -> str:
+    """The page's HTML, which reads from files in `output` what the book's figures share.
+
+    `address` leads from the page to FOLDER in `output`.
+    """
+    folder, linked = output / FOLDER, set()
+
+    def lifted(match):
+        ending = "css" if match[1] == "style" else "js"
+        name = f"{hashlib.sha256(match[2].encode()).hexdigest()[:12]}.{ending}"
+        link = "" if name in linked else LINKS[ending].format(f"{address}/{name}")
+        linked.add(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(match[2], encoding="utf-8")
+        return link
+
+    return SHARED.sub(lifted, html)
+
+
+def _complete(app, pagename, templatename, context, doctree):
     """Gives the templates the page's links and text, and each chapter a notebook to download.
 
     Extensions load their files on every page: leaves out what this page has no use for.
@@ -119,10 +166,10 @@ def complete(
         context[files] = list(itertools.compress(context[files], wanted))
     context["page_links"] = []
     plain = PLAIN.sub(r"\1", WORD.sub(r"\1", COLOURS.sub("", body)))
-    address = context["pathto"](markup.FOLDER, 1)
-    context["body"] = markup.lift(markup.mend(plain), Path(app.outdir), address)
+    address = context["pathto"](FOLDER, 1)
+    context["body"] = lift(mend(plain), Path(app.outdir), address)
     contents = context["toctree"]
-    context["toctree"] = lambda **options: markup.mend(contents(**options))
+    context["toctree"] = lambda **options: mend(contents(**options))
     notebook = Path(app.srcdir, f"{pagename}.ipynb")
     if not pagename.startswith("chapters/") or not notebook.exists():
         return
@@ -138,6 +185,6 @@ def setup(app: Sphinx) -> None:
     # Jupyter Book sets it even where sphinx_comments, which would know it, is not loaded.
     app.add_config_value("comments_config", {}, "")
     app.add_html_math_renderer("mathml", (visit_math, None), (visit_math, None))
-    app.connect("config-inited", take_options)
-    app.connect("html-page-context", complete)
+    app.connect("config-inited", _take_options)
+    app.connect("html-page-context", _complete)
     reference.setup(app)

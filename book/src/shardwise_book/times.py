@@ -18,7 +18,7 @@ def add_run_time(app: Sphinx, doctree: nodes.document) -> None:
     if run and title is not None:
         versions = cache.versions()
         stack = ", ".join(f"{n} {versions[n]}" for n in ("Python", "jax", "flax") if n in versions)
-        text = f"Executed in {_seconds(run)}{_devices(run)}, with {stack}."
+        text = f"Executed in {run['execution_seconds']:.1f} s{_devices(run)}, with {stack}."
         line = nodes.paragraph(text, text, classes=["run-time"])
         title.parent.insert(title.parent.index(title) + 1, line)
 
@@ -29,9 +29,9 @@ class RunTimes(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         self.env.note_reread()  # it shows other pages' runs, so it is never up to date
         runs = self.env.app.shardwise_runs
-        rows = [[link("doc", f"/{name}"), _seconds(run)] for name, run in runs.items()]
-        total = sum(run["execution_seconds"] for run in runs.values())
-        rows.append(["All", f"{total:.1f} s"])
+        seconds = {name: run["execution_seconds"] for name, run in runs.items()}
+        rows = [[link("doc", f"/{name}"), f"{each:.1f} s"] for name, each in seconds.items()]
+        rows.append(["All", f"{sum(seconds.values()):.1f} s"])
         devices = ",".join(sorted({_devices(run) for run in runs.values()} - {""}))
         cores = f"Measured on {os.cpu_count()} cores, up to {cache.jobs()} chapters at a time"
         cores += f"{devices}."
@@ -40,10 +40,6 @@ class RunTimes(SphinxDirective):
             nodes.paragraph(cores, cores),
             table(["Package", "Version"], cache.versions().items(), "versions"),
         ]
-
-
-def _seconds(run):
-    return f"{run['execution_seconds']:.1f} s"
 
 
 def _devices(run):

@@ -9,16 +9,14 @@ shows; and `overlap`, `training_step` and `share_lost` return numbers, as they s
 import types
 
 from .balance import balance_explorer
-from .blocks import Block, block_explorer
 from .budgets import Budget, Load, plan_explorer, split_explorer
-from .layer import layer_explorer
 from .loads import loads_explorer
-from .mesh import mesh_explorer
 from .overlap import lanes_explorer, overlap
 from .palette import DEVICES, style
+from .pieces import layer_explorer, mesh_explorer
 from .pipelines import pipeline_explorer, schedule
 from .plots import bars, canvas, collective_picture, counters, curves, mesh_picture, shards
-from .products import Product, product_explorer
+from .products import Block, Product, block_explorer, product_explorer
 from .questions import choose, fill_in, questions
 from .resharding import resharding_explorer
 from .ring import ring_stepper

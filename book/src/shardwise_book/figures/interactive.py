@@ -37,10 +37,10 @@ class Interactive:
         style = f".shardwise-figure {{{svg.COLOURS}}}\n" + code("interactive.css")
         data = json.dumps(self.data, separators=(",", ":")).replace("<", "\\u003c")
         return (
-            f'<div id="{root}" class="shardwise-figure"><style>{style}</style>'
-            f"{still}</div>\n"
-            f"<script>((root) => ({code(self.script)})(root, {data}))"
-            f'(document.getElementById("{root}"));</script>'
+            f'<div id="{root}" class="shardwise-figure"><style>{style}</style>{still}</div>\n'
+            f'<script>(globalThis.shardwise ??= {{}})["{self.script}"] = {code(self.script)};\n'
+            f'</script><script>shardwise["{self.script}"]'
+            f'(document.getElementById("{root}"), {data});</script>'
         )
 
 

@@ -35,7 +35,7 @@ _WAITS = svg.EDGE + ' stroke-dasharray="3 2"'
 
 
 class Task(NamedTuple):
-    """`kind` is "forward", "backward", "gather" or "reduce"; times are in seconds."""
+    """A pass or a message."""
 
     kind: str
     layer: int
@@ -44,10 +44,7 @@ class Task(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """One step of a device: its passes through layers, and its messages, in order of time.
-
-    `messages` lists the gathers in the order of the passes that need them, then the reductions.
-    """
+    """What `overlap` says of a step."""
 
     strategy: str
     passes: tuple[Task, ...]
@@ -55,22 +52,18 @@ class Overlap(NamedTuple):
 
     @property
     def step(self) -> float:
-        """Seconds from the first start to the last end; the optimizer's update is not counted."""
         return max(task.end for task in self.passes + self.messages)
 
     @property
     def compute(self) -> float:
-        """Seconds in which the device computes."""
         return sum(task.end - task.start for task in self.passes)
 
     @property
     def network(self) -> float:
-        """Seconds in which its link is busy."""
         return sum(task.end - task.start for task in self.messages)
 
     @property
     def exposed(self) -> float:
-        """Seconds in which compute waits for the network."""
         return self.step - self.compute
 
     @property
@@ -106,9 +99,11 @@ def overlap(
 ) -> Overlap:
     """The times of one training step in which one pass and one message can run at a time.
 
-    What comes back has `.passes` and `.messages`, with a `.kind` ("forward", "backward", "gather",
-    "reduce"), `.layer`, `.start` and `.end` each; and in seconds `.step`, the whole, `.compute` and
-    `.network`, the time that either is busy, and `.exposed`, that in which compute waits.
+    What comes back has `.passes` in order of time, and `.messages`, gathers in the order of the
+    passes that need them before reductions, with a `.kind` ("forward", "backward", "gather",
+    "reduce"), `.layer`, `.start` and `.end` each; and in seconds `.step`, the whole without the
+    optimizer's update, `.compute` and `.network`, the time that either is busy, and `.exposed`,
+    that in which compute waits.
 
     Seconds are given for one layer: of its two passes, of reducing its gradient, and of gathering
     its weights. "data" all-reduces a layer's gradient when its backward pass has ended (`ahead` of

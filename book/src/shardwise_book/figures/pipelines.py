@@ -87,11 +87,6 @@ def chunk(table: schedules.Schedule, task: schedules.Task) -> int:
     return sum(device == home for device in table.device_of[: task.stage])
 
 
-def _share(table):
-    """How much of a device's layers one stage has."""
-    return table.devices / table.stages
-
-
 def pipeline_explorer() -> Interactive:
     """Choose a schedule, its size and costs; see when tasks run, wait for what, and what is live.
 
@@ -130,7 +125,7 @@ def timeline(
     made: schedules.Schedule, backward: float = 2, transfer: float = 0
 ) -> schedules.Timeline:
     """When tasks run, where the forward of all of a device's layers takes 1."""
-    share = _share(made)
+    share = made.devices / made.stages  # of a device's layers, in a stage
     half = backward * share / 2
     costs = {"F": share, "B": backward * share, "I": half, "W": half}
     return schedules.timeline(made, costs, transfer)
@@ -177,7 +172,7 @@ def _rows(plain):
 
 
 def _live(plain):
-    share = _share(plain.schedule)
+    share = plain.schedule.devices / plain.schedule.stages
     peaks = ", ".join(svg.short(share * peak, 3) for peak in plain.peak_live)
     pending = ", ".join(svg.short(share * peak, 3) for peak in plain.peak_weights_pending)
     return (

@@ -9,14 +9,13 @@ from jax.sharding import Sharding
 
 from shardwise_book.figures import svg
 from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
-from shardwise_book.figures.pieces import pieces
+from shardwise_book.figures.pieces import ITEMSIZE, pieces
 
 if TYPE_CHECKING:  # drawing needs no checkpoints
     from shardwise.checkpoint import Chunks
 
 Layouts = Mapping[str, Mapping[str, Sharding]]
 Saved = Mapping[str, Mapping[tuple[str, str], "Chunks"]]
-ITEMSIZE = 4  # float32
 _SHOWN = 3  # byte ranges in the words; a device may read many
 
 

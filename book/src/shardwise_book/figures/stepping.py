@@ -18,12 +18,7 @@ _COLUMN = 3 * _PART * N + 20  # from one device to the next
 
 
 class Frame(NamedTuple):
-    """After one event: what each of the devices holds, all alike, and has sent in this step.
-
-    `layers` are those that the event is about. For each layer, `gathered` says whether it lies
-    whole beside its shard, and `gradients` what there is of its gradient: "" nothing, "partial" the
-    device's own, "whole" the sum over devices, "shard" the device's part of that sum.
-    """
+    """What `training_step` says of one event; all devices hold alike."""
 
     event: str
     layers: tuple[int, ...]
@@ -48,9 +43,9 @@ def training_step(
 
     A frame has the `.event` in words and the numbers of the `.layers` that it is about; for each
     layer, whether its weights lie whole (`.gathered`), and what there is of its gradient
-    (`.gradients`): "", "partial", "whole" or "shard"; what each device holds, `.parameter_bytes`,
-    `.gathered_bytes`, `.gradient_bytes` and `.moment_bytes`, in all `.held`; and the bytes that it
-    has `.sent`.
+    (`.gradients`): "" nothing, "partial" a device's own, "whole" the sum over devices, "shard" its
+    part of that; what each device holds, `.parameter_bytes`, `.gathered_bytes`, `.gradient_bytes`
+    and `.moment_bytes`, in all `.held`; and the bytes that it has `.sent`.
 
     `layers` holds the bytes of each layer's parameters. `zero` is ZeRO's number: 0 is data
     parallelism; from 1 on, moments are held in shards, and here parameters too. 1 and 2 gather all

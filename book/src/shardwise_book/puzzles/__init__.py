@@ -9,10 +9,6 @@ Each takes the answer, a function or a value, and returns a `Verdict`, which a n
 checker judges what an answer does: its values against one device's on seeded random inputs of
 several shapes, its bytes in the compiled program, a schedule by its timeline. It never reads
 source. Checkers need eight devices: `mesh.simulate(8)`.
-
-To add a puzzle, write one function here, decorated with `puzzle`, that returns the praise or raises
-`Wrong`, and export it; give it a section with a stub and a hidden solution in the chapter, and its
-solution and wrong answers to `tests/test_puzzles.py`.
 """
 
 import types

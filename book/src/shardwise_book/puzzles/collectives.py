@@ -62,10 +62,7 @@ def halo(x: jax.Array) -> jax.Array:
 
 @puzzle("return what each device's rows receive.")
 def transpose(function: Callable[[jax.Array], jax.Array]) -> Verdict:
-    """Check the transpose of `halo`, which may send as many bytes as `halo` does.
-
-    `function` maps a device's [rows + 1, width] along "x" to [rows, width].
-    """
+    """Check the transpose of `halo`, [rows + 1, width] to [rows, width], which sends no more."""
     for n, rows in ((2, 3), (4, 2), (8, 5)):
         line = mesh.make(x=n)
         x = judging.whole_numbers(n, n * rows, 6)
@@ -156,8 +153,6 @@ def clip(function: Callable[[dict[str, jax.Array], float], dict[str, jax.Array]]
         grads["b"] = 3 * judging.normal(seed + 2, 16)
         program = judging.on_each(lambda g, k=limit: function(g, k), line, grads, **specs)
         found = program(grads)
-        if not isinstance(found, dict) or set(found) != set(laid):
-            raise Wrong('expected a dict of "w", "v" and "b".')
         expected, _ = optax.clip_by_global_norm(limit).update(grads, optax.EmptyState())
         for name in laid:
             judging.require_close(found[name], expected[name], f'"{name}" under limit {limit:g}')

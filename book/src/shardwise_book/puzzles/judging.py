@@ -93,6 +93,7 @@ def _given(answer):
 
 
 QUICK = {"xla_backend_optimization_level": 0}  # each program runs once or twice
+in_one = functools.partial(jax.jit, compiler_options=QUICK)
 
 
 def whole_numbers(seed: int, *shape: int) -> np.ndarray:
@@ -107,7 +108,7 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 
 def compiled(function: Callable, *args: Any, **options: Any) -> jax.stages.Compiled:
     """`function` compiled for these arguments; right, and slow to run."""
-    return jax.jit(function, compiler_options=QUICK, **options).lower(*args).compile()
+    return in_one(function, **options).lower(*args).compile()
 
 
 def on_each(
@@ -158,13 +159,8 @@ def require_at_most(number: float, enough: float, what: str) -> None:
         raise Wrong(f"right values, {number:,.0f} {what}; {enough:,.0f} are enough.")
 
 
-def require_sent(
-    program: jax.stages.Compiled, enough: float, what: str = "ring bytes"
-) -> int | float:
+def require_sent(program: jax.stages.Compiled, enough: float, what: str = "ring bytes") -> float:
     """What a device sends in a ring; raise `Wrong` where it is more than `enough` bytes."""
     sent = measure.collectives(program).ring_bytes
     require_at_most(sent, enough, what)
     return sent
-
-
-in_one = functools.partial(jax.jit, compiler_options=QUICK)

@@ -18,10 +18,7 @@ from shardwise_book.puzzles.judging import Verdict, Wrong, puzzle
 
 @puzzle("put a `P(...)` in the place of the dots.")
 def bands(spec: P) -> Verdict:
-    """Check the PartitionSpec of eight bands of rows on a mesh data=4, model=2.
-
-    Device (i, j) is to hold band 4j + i, counted from the top.
-    """
+    """Check the spec of eight bands of rows: device (i, j) of data=4, model=2 holds band 4j + i."""
     grid = mesh.make(data=4, model=2)
     if not isinstance(spec, P):
         raise Wrong(f"expected a PartitionSpec, `P(...)`, and got {spec!r}.")

@@ -6,22 +6,17 @@ import random
 from collections.abc import Callable, Sequence
 
 from shardwise import plan, topology
-from shardwise.plan import arrays, links, planning, roles
+from shardwise.plan import links, roles
 from shardwise.plan.links import Side, Way
 from shardwise_book.puzzles.judging import Verdict, Wrong, puzzle
 
 _SHAPES = ["2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8"]
-_JOB = 64, 4096  # rows, tokens of a row
-_FEW = 64, 1024
-_LONG = 1024, 8192
+_planned = functools.cache(plan.plan)
 
 
 @puzzle('put a name such as `"v5p:4x4x4"` in the place of the dots.')
 def smallest(name: str) -> Verdict:
-    """Check the name, such as "v5p:4x4x4", of the smallest slice on which Llama 3 70B fits.
-
-    It is to fit in some layout, with 64 rows of 4,096 tokens.
-    """
+    """Check the name of the smallest slice of v5p for Llama 3 70B with 64 rows of 4,096 tokens."""
     if not isinstance(name, str):
         raise Wrong(f"expected a name such as 'v5p:4x4x4', and got {name!r}.")
     found = topology.chips(name)
@@ -40,20 +35,16 @@ def smallest(name: str) -> Verdict:
     return f"{found.number} chips, where the smallest layout needs {least / 2**30:.0f} GiB."
 
 
-@functools.cache
 def _least(name):
     """Bytes of the layout that needs least, of those that can be."""
-    found = plan.plan("llama3-70b", name, *_JOB)
+    found = _planned("llama3-70b", name, 64, 4096)
     return min((c.memory.total for c in found.fitting + found.too_large), default=math.inf)
 
 
 @puzzle("put `plan.Roles(...)` in the place of the dots.")
 def division(answer: plan.Roles) -> Verdict:
-    """Check `plan.Roles` for Llama 3 8B on 64 v5e chips, with 64 rows of 1,024 tokens.
-
-    By the planner's count they may take 5 % longer than the fastest that fit, without stages.
-    """
-    return _near_the_best(answer, "llama3-8b", "v5e:8x8", *_FEW)
+    """Check `plan.Roles` as `split` does: Llama 3 8B, 64 v5e chips, 64 rows of 1,024 tokens."""
+    return _near_the_best(answer, "llama3-8b", "v5e:8x8", 64, 1024)
 
 
 @puzzle("put `plan.Roles(...)` in the place of the dots.")
@@ -62,15 +53,15 @@ def split(answer: plan.Roles) -> Verdict:
 
     By the planner's count they may take 5 % longer than the fastest that fit, without stages.
     """
-    return _near_the_best(answer, "llama3-70b", "h100:512x8", *_LONG)
+    return _near_the_best(answer, "llama3-70b", "h100:512x8", 1024, 8192)
 
 
-def _near_the_best(answer, model, name, batch, sequence):
+def _near_the_best(answer, *asked):
     """What is said of roles that take at most 5 % longer than the fastest without stages."""
     if not isinstance(answer, plan.Roles):
         raise Wrong(f"expected `plan.Roles(...)`, and got {answer!r}.")
-    config, chips = plan.preset(model), topology.chips(name)
-    given = config, arrays.of_decoder(config), chips, batch, sequence
+    found = _planned(*asked)
+    config, chips, batch, sequence = found.config, found.chips, found.batch, found.sequence
     devices = math.prod(answer.sizes.values())
     if devices != chips.devices:
         raise Wrong(f"{answer} are {devices} devices, and there are {chips.devices}.")
@@ -78,27 +69,16 @@ def _near_the_best(answer, model, name, batch, sequence):
         raise Wrong("stages are left out here.")
     if told := roles.refusal(answer, config, chips, batch, sequence):
         raise Wrong(f"{told.kind}: {told.reason}.")
-    if answer not in roles.variants(answer, batch, chips):
+    ours = next((c for c in found.fitting + found.too_large if c.roles == answer), None)
+    if ours is None:
         raise Wrong(f"a device's {batch // answer.rows} rows do not divide into microbatches.")
-    ours, room = planning.candidate(answer, *given), chips.usable_hbm
-    if ours.memory.total > room:
-        raise Wrong(f"it needs {ours.memory.total / 2**30:.1f} GiB of {room / 2**30:.2f}.")
-    best, took = _best(*given), ours.step.seconds
+    if lacks := found.lacking(ours):
+        raise Wrong(f"it needs {lacks[1] / 2**30:.1f} GiB of {lacks[2] / 2**30:.2f}.")
+    best = next(c.step.seconds for c in found.fitting if c.roles.stage == 1)
+    took = ours.step.seconds
     if took > 1.05 * best:
         raise Wrong(f"it takes {took:.3f} s, bound by {ours.step.binds}; the best {best:.3f}.")
     return f"{took:.3f} s, and the best takes {best:.3f}."
-
-
-@functools.cache
-def _best(config, held, chips, batch, sequence):
-    """Seconds of the fastest without stages that fits."""
-    given = config, held, chips, batch, sequence
-    found = []
-    for division in roles.every(chips.devices):
-        if division.stage == 1 and not roles.refusal(division, config, chips, batch, sequence):
-            each = (planning.candidate(r, *given) for r in roles.variants(division, batch, chips))
-            found += [c.step.seconds for c in each if c.memory.total <= chips.usable_hbm]
-    return min(found)
 
 
 @puzzle("write the body, and return seconds.")

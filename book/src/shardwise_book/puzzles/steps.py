@@ -83,10 +83,8 @@ def _spread(step, weights, batch):
 
 
 def _at_once(weights, batch):
-    (total, count), slope = jax.value_and_grad(
-        lambda w: tuple(squares(w, batch)), has_aux=True
-    )(weights)  # fmt: skip
-    total, count, slope = jax.lax.psum((total, count, slope), "x")
+    part = jax.value_and_grad(lambda w: tuple(squares(w, batch)), has_aux=True)(weights)
+    (total, count), slope = jax.lax.psum(part, "x")
     return total / count, jax.tree.map(lambda g: g / count, slope)
 
 
