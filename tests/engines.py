@@ -25,7 +25,8 @@ TOOLS = {"slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "munged": "munge"}
 SMALL = """--batch 8 --sequence 32 --devices 2 --model.embed 32 --model.layers 2 --model.mlp 64
 --evaluation.every 0 --save-every 1000 --steps""".split()
 STEPS = 300
-QUIET = dict(JAX_PLATFORMS="cpu", RAY_USAGE_STATS_ENABLED="0")
+# Where a token lies in the home of whoever runs this, Ray's programs would ask each other for it.
+QUIET = dict(JAX_PLATFORMS="cpu", RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="disabled")
 # A tenth of a second more for each step, so that runs last until they are stopped.
 SLOW = """import runpy, time
 from shardwise.run import reports
@@ -97,6 +98,7 @@ def launched(argv, folder, run, *more, **environment):
     env = os.environ | QUIET | environment
     with open(f"{run}.log", "a") as log:
         process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+    process.log = Path(log.name)
     try:
         yield process
     finally:
@@ -115,7 +117,8 @@ def until(told, true, process, seconds=900):
     """Wait until it is true, while the launcher runs."""
     end = time.monotonic() + seconds
     while not true():
-        assert process.poll() is None and time.monotonic() < end, told
+        ended = process.poll() is not None or time.monotonic() >= end
+        assert not ended, f"{told}: {process.log.read_text()[-4000:]}"
         time.sleep(0.2)
 
 
