@@ -134,8 +134,9 @@ class Asked(NamedTuple):
     explained: bool
 
 
-CHOSEN, DRAWN = Asked(0.15, 0.35, 0.2, True), Asked(0.10, 0.18, 1.0, False)
-OF_TPUS = {"chosen": CHOSEN, "tpu": DRAWN, "newer": DRAWN, "last": DRAWN}
+CHOSEN, DRAWN = Asked(0.15, 0.35, 0.2, True), Asked(0.15, 0.30, 1.0, False)
+_ON_TPUS = Asked(0.10, 0.18, 1.0, False)
+OF_TPUS = {"chosen": CHOSEN} | dict.fromkeys(("tpu", "newer", "last"), _ON_TPUS)
 UNTAUGHT = "fourth"  # a draw that hardly a rule was changed by: told, and not judged
 _TAUGHT = 6  # of the fourth draw, compiled before all rules stood
 
@@ -207,7 +208,7 @@ def page(
         verdict_of_tpu=told["tpu"],
         verdict_of_newer=told["newer"],
         verdict_of_last=told["last"],
-        verdict_of_fourth=" ".join(verdict(cases, unseen, record, DRAWN).told),
+        verdict_of_fourth=" ".join(verdict(cases, unseen, record, _ON_TPUS).told),
         left=_left(record),
         sent=_sent(record),
         seed=DRAWS["tpu"].seed,
