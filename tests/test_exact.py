@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import random
+import re
 
 import flax.linen as nn
 import jax
@@ -473,9 +474,10 @@ def test_no_layout_changes_the_program_of_a_block():
     ordinary, same = (run.Settings(layout=run.Roles(stage=4, exact=n)) for n in (0, 8))
     assert run_decoder.config_of(ordinary).stages == 4
     assert run_decoder.config_of(same).stages == same.model.stages
-    saved, now = ({"layout.exact": 8, "model.stages": n} for n in (1, 4))
-    with pytest.raises(ValueError, match=r"model\.stages was 1 and is 4"):
-        settings.check_resumable(saved, now, "here")
+    for name in ("model.stages", "model.loss_chunks"):
+        saved, now = ({"layout.exact": 8, name: n} for n in (1, 4))
+        with pytest.raises(ValueError, match=f"{re.escape(name)} was 1 and is 4"):
+            settings.check_resumable(saved, now, "here")
     free = {name: x for name, x in now.items() if name != "layout.exact"}
     settings.check_resumable(saved | free, free, "here")
 

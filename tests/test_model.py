@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import marked
 
-from shardwise import marks, model
+from shardwise import layers, marks, model
 
 SMALL = model.Config(vocab=17, embed=12, layers=2, heads=4, kv_heads=2, head_dim=6, mlp=20)
 
@@ -238,11 +238,14 @@ def test_cross_entropy_is_that_of_the_definition(draw):
     np.testing.assert_allclose(np.float64(gradient), slope[..., None] * (p - hot), **near)
 
 
-def test_a_target_outside_the_vocabulary_counts_only_where_it_is_masked():
+@pytest.mark.parametrize("chunks", [1, 7])
+def test_a_target_outside_the_vocabulary_counts_only_where_it_is_masked(chunks):
     graphdef, params = nnx.split(built(SMALL))
+    config = dataclasses.replace(SMALL, loss_chunks=chunks)
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))
 
     def total(params, batch):
-        found = model.loss(nnx.merge(graphdef, params), batch)
+        found = model.loss(params, batch, graphdef=graphdef)
         return found.total, found
 
     run, ids = jax.jit(jax.value_and_grad(total, has_aux=True)), tokens(SMALL)
@@ -277,6 +280,36 @@ def test_the_loss_is_that_of_the_model_that_is_called():
     ours, expected, without = found(decoder)
     np.testing.assert_allclose(ours, expected, rtol=1e-5)
     assert abs(without / expected - 1) > 0.1
+
+
+class Biased(model.Decoder):
+    """Whose head has a bias, and whose logits are capped."""
+
+    def __init__(self, config, rngs):
+        super().__init__(config, rngs)
+        self.head = layers.Linear(config, ("embed", "vocab"), ("embed",), rngs, bias=True)
+        self.head.bias[...] += jnp.linspace(-1, 1, config.vocab)
+
+    def logits(self, x, head):
+        return 3 * jnp.tanh(super().logits(x, head) / 3)
+
+
+def test_chunks_take_a_head_and_logits_of_ones_own_also_in_second_derivatives():
+    ids = tokens(SMALL)
+    batch = {"tokens": ids, "targets": ids[:, ::-1], "mask": ids % 3 != 0}
+    params = nnx.jit(lambda: nnx.state(Biased(SMALL, nnx.Rngs(0))))()
+    direction = jax.tree.map(lambda a: jnp.cos(jnp.arange(a.size)).reshape(a.shape), params)
+
+    def found(chunks):
+        config = dataclasses.replace(SMALL, loss_chunks=chunks)
+        graphdef = nnx.graphdef(nnx.eval_shape(lambda: Biased(config, nnx.Rngs(0))))
+        grad = jax.grad(lambda p: model.loss(p, batch, graphdef=graphdef).total)
+        return jax.jit(lambda p: jax.jvp(grad, (p,), (direction,)))(params)
+
+    whole, cut = found(1), found(7)
+    assert np.abs(whole[0]["head"]["bias"][...]).max() > 0.1
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(cut), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5 * (1 + np.abs(a).max()))
 
 
 @pytest.mark.parametrize(

@@ -225,7 +225,7 @@ WRONG = [
     ("division", plan.Roles(fsdp=32), "are 32 devices, and there are 64"),
     ("division", plan.Roles(data=64), "GiB of 15.75"),
     ("division", plan.Roles(tensor=64), "kv_heads"),
-    ("division", plan.Roles(fsdp=64, microbatches=2), "do not divide into microbatches"),
+    ("division", plan.Roles(fsdp=64, microbatches=2), "none with 2 microbatches of 1 rows"),
     ("division", plan.Roles(stage=2, fsdp=32), "stages are left out"),
     ("split", plan.Roles(fsdp=4096, remat=True), "rows do not divide"),
     ("split", plan.Roles(fsdp=1024, context=4, remat=True), "bound by fsdp"),

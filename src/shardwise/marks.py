@@ -253,7 +253,7 @@ def turns(times: int | Sequence[int], of: int = 1) -> AbstractContextManager:
         with marks.turns([8, 0], of=22):
             carry = jax.lax.fori_loop(0, is_now.astype(int), body, carry)
 
-    All scopes of a program have devices in one order; `measure` counts for one of them.
+    All scopes of a program have devices in one order; `measure` counts for the one that does most.
     """
     each = [times] if isinstance(times, int) else times
     return jax.named_scope(f"turns {','.join(str(int(n)) for n in each)} of {of}")

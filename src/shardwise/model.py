@@ -107,7 +107,7 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, Any]:
         """(logits, routing) of a call's arguments; routing is a `Routing`, None without experts."""
         x, routing = self.hidden(tokens, key, places)
-        return self.logits(x, self.last_kernel), routing
+        return self.logits(x, self.last), routing
 
     def hidden(
         self, tokens: jax.Array, key: jax.Array | None = None, places: marks.Places | None = None
@@ -118,16 +118,15 @@ class Decoder(nnx.Module):
         x, routing = self._layers(x, key, places)
         return self.final_norm(x), routing
 
-    def logits(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
-        """Logits float32 [b, s, vocab] of what `hidden` returned, with `kernel` as the head's."""
-        letters = "bse,ve->bsv" if self.config.tied else "bse,ev->bsv"
-        logits = jnp.einsum(letters, x, kernel.astype(self.config.dtype))
+    def logits(self, x: jax.Array, head: nnx.Module) -> jax.Array:
+        """Logits float32 [b, s, vocab] of what `hidden` returned, by `last` or a copy of it."""
+        logits = head("bse,ve->bsv" if self.config.tied else "bse,ev->bsv", x)
         return marks.constrain(logits.astype(jnp.float32), "logits")
 
     @property
-    def last_kernel(self) -> jax.Array:
-        """The head's weights [e, v], or the embedding's [v, e] where that is the head too."""
-        return (self.embed if self.config.tied else self.head).kernel[...]
+    def last(self) -> nnx.Module:
+        """The head, or the embedding where that is the head too."""
+        return self.embed if self.config.tied else self.head
 
     def _layers(self, x, key, places):
         c = self.config
@@ -187,7 +186,7 @@ def _summed_in(wide, x):
 
 @_summed_in.defjvp
 def _narrowed(primals, tangents):
-    return primals[1], tangents[0].astype(primals[1].dtype)
+    return _summed_in(*primals), tangents[0].astype(primals[1].dtype)
 
 
 def _read(params, batch, graphdef):
@@ -206,7 +205,7 @@ def _in_chunks(decoder, x, batch):
     """`_nats` of what `Decoder.hidden` returned, in chunks of every n-th token of a row: so a row
     that devices cut has chunks that are cut likewise.
     """
-    n, kernel = decoder.config.loss_chunks, decoder.last_kernel
+    n = decoder.config.loss_chunks
     if (type(decoder).__call__, type(decoder).route) != (Decoder.__call__, Decoder.route):
         raise ValueError(
             f"model.loss: with loss_chunks={n} logits are those of Decoder.logits, and "
@@ -214,17 +213,19 @@ def _in_chunks(decoder, x, batch):
         )
     if x.shape[1] % n:
         raise ValueError(
-            f"model.loss: loss_chunks={n} does not divide the {x.shape[1]} tokens that a device "
-            f"has of a row; take a number that does, such as {math.gcd(n, x.shape[1])}."
+            f"model.loss: loss_chunks={n} does not divide the {x.shape[1]} tokens of a row, or of "
+            f"a device's part of it; take a number that does, such as {math.gcd(n, x.shape[1])}."
         )
     given = {"x": x, "targets": batch["targets"], "mask": batch["mask"]}
     cut = {name: a.reshape(len(a), -1, n, *a.shape[2:]) for name, a in given.items()}
-    used = jax.lax.stop_gradient(kernel.astype(decoder.config.dtype))
-    wide = kernel.astype(jnp.float32)
+    graphdef, state = nnx.split(decoder.last)
+    used = jax.lax.stop_gradient(state)
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), state)
 
     @functools.partial(jax.checkpoint, prevent_cse=False, policy=_KEPT)
     def nats(chunk):
-        return _nats(decoder.logits(chunk["x"], _summed_in(wide, used)), chunk)
+        head = nnx.merge(graphdef, jax.tree.map(_summed_in, wide, used))
+        return _nats(decoder.logits(chunk["x"], head), chunk)
 
     return jnp.sum(jax.lax.map(nats, {name: jnp.moveaxis(a, 2, 0) for name, a in cut.items()}))
 
@@ -242,7 +243,7 @@ def loss(
 
     Raises:
       ValueError: `loss_chunks` does not divide the tokens that a device has of a row, or a subclass
-        has a `__call__` of its own, which chunks would pass over.
+        has a `__call__` or `route` of its own, which chunks would pass over (not so `logits`).
     """
     decoder, tokens, places = _read(params, batch, graphdef)
     if decoder.config.loss_chunks > 1:
@@ -268,7 +269,7 @@ def routed_loss(
     each expert; "dropped" [layers], choices without a slot; "nats", the total without the penalty.
 
     Raises:
-      ValueError: `over` is neither.
+      ValueError: `over` is neither; what `loss` raises.
     """
     mask, (decoder, tokens, places) = batch["mask"], _read(params, batch, graphdef)
     if decoder.config.loss_chunks > 1:

@@ -24,7 +24,8 @@ class Terms(NamedTuple):
     activations from forward to backward, of all live microbatches; `summed`, the gradients of the
     device's shares where those of microbatches are added up.
 
-    At the loss: `logits`, in the dtype of use, and the head's gradient; of GPUs one of them.
+    At the loss: `logits`, in the dtype of use, and the head's gradient; of GPUs one of them; of a
+    loss in chunks the head's gradient in float32, and a chunk's logits or an array like the head.
     `beside` is what a GPU may have there besides, since its compiler chooses kernels by timing
     them: the logits' gradient, the head's in the dtype of use, and the share of it that is kept.
 
@@ -215,8 +216,8 @@ def _logits(part, head, gpu):
     microbatches one of more than 8,192. Around a tensor axis it takes the head's products in parts,
     which come from both sides: around four devices or more, two parts of each of three products.
     There the logits' gradient lies beside the logits, too, in another order of its axes: of more
-    than 8,192 tokens, uncut by context; around two devices of more than 16,384, in eight rows or
-    more, as many as a tile of theirs has.
+    than 8,192 tokens, uncut by context; around two devices of more than 16,384 in eight rows or
+    more (a guess, by some ten programs).
     """
     logits, r = _of_vocabulary(part) * part.itemsize, part.roles
     some, many = (part.tokens > n * _FEW for n in (1, 2))

@@ -68,7 +68,8 @@ def code(roles: Roles, plan: Plan) -> str:
     for name, value in _settings(roles, plan.config, kernel(plan)).items():
         said[name] = _CODE.get(value, f'"{value}"') if isinstance(value, str) else str(value)
     axes, given = (", ".join(f"{n}={x}" for n, x in each.items()) for each in (roles.axes, said))
-    return f"layouts.Layout(mesh.make({axes}), {given})"
+    beside = f"  # with Config(loss_chunks={roles.loss_chunks})" if roles.loss_chunks > 1 else ""
+    return f"layouts.Layout(mesh.make({axes}), {given}){beside}"
 
 
 def flags(roles: Roles, plan: Plan) -> str:

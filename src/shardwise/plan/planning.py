@@ -143,8 +143,9 @@ def plan(
     """All layouts of `model.Decoder` for `batch` rows of `sequence` tokens in a step, by formula.
 
     `model` is what `preset` takes, or a `model.Config`, in whose dtype weights are gathered and
-    products computed; its remat and stages are chosen here. `chips` are a name that
-    `topology.chips` takes, or what it returns. Layouts are by hand, with ZeRO 3, sequence
+    products computed; its remat, stages and loss_chunks are chosen here (without stages and tensor
+    the loss is tried in 8 chunks, too). `chips` are a name that `topology.chips` takes, or what it
+    returns. Layouts are by hand, with ZeRO 3, sequence
     parallelism beside tensor, zigzag over context and the schedule 1f1b. Attention never keeps its
     scores. Activations may wait on the host (offload) where layers are recomputed, without stages,
     if it is known how fast a chip reaches its host (v4, v5e, v5p, v6e; how much memory a host of v4

@@ -82,6 +82,12 @@ def _reasons(r, c, chips, batch, sequence):
     if r.products and (r.stage > 1 or c.experts or not r.remat or r.offload):
         told = "no formula here has what stages or experts keep of them, or what waits on the host"
         yield "products kept with stages, experts or offload, or without remat", told
+    if (n := r.loss_chunks) > 1 and (r.stage > 1 or r.tensor > 1):
+        told = "no formula here has what these keep and send then"
+        yield "a loss in chunks with stages or tensor", told
+    elif n > 1 and sequence // r.context % n:
+        told = f"{sequence // r.context} tokens of a row on a device, in {n} chunks"
+        yield "chunks do not divide the tokens", told
     cut = dict.fromkeys(("kv_heads", "heads", "vocab", "mlp"), "tensor")
     for name, role in (cut | {"experts": "expert", "layers": "stage"}).items():
         if (n := getattr(r, role)) > 1:

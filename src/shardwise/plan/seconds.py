@@ -156,7 +156,7 @@ def read(part: Part) -> float:
     """The bytes of the weights that a microbatch's products read."""
     c = part.config
     layer = _layer_weights(c, c.experts // part.roles.expert) * part.layers
-    head = c.embed * c.vocab if part.is_last else 0
+    head = c.embed * c.vocab * part.roles.loss_chunks if part.is_last else 0  # for each chunk
     return (layer + head) * part.itemsize / part.roles.tensor
 
 

@@ -32,7 +32,8 @@ NOTE_OF_GPUS = (
     "Of a GPU's memory a program has what JAX takes when it starts: three quarters, or the share "
     "that XLA_CLIENT_MEM_FRACTION says. NCCL and CUDA need theirs beside it. On a GPU the compiler "
     "chooses kernels by timing them, and may then have gradients of logits and head beside the "
-    "logits: so much is asked to fit, but of stages. cuDNN's kernel takes rows of one document."
+    "logits: so much is asked to fit, but of stages. cuDNN's kernel takes rows of one document. "
+    "Of losses in chunks only a few programs were compiled for GPUs."
 )
 # What each term of `costs.memory.Terms` is, in a few words.
 _MEANT = Terms(
@@ -41,7 +42,7 @@ _MEANT = Terms(
     kept="activations, kept from forward to backward",
     layer="the backward pass of one layer",
     around="activations whole, around tensor's products",
-    logits="logits, or the head's gradient",
+    logits="logits and the head's gradient, or one of them",
     ring="keys and values on their way round context",
     dispatch="rows on their way to experts and back",
     summed="gradients summed over microbatches",

@@ -31,8 +31,10 @@ _KERNELS = {"tiles": context.tiled, "splash": context.splash(), "cudnn": context
 # What may differ when a run goes on. The rest decides which numbers come next.
 _FREE = ("run", "steps", "save_every", "keep", "resume", "devices", "profile", "bad", "limit")
 _FREE += ("layout", "evaluation", "processes", "model.stages", "model.remat", "hash_every")
+_FREE += ("model.loss_chunks",)
 # What may not differ in an exact run: it changes the program of a block.
-_EXACT = ("layout.dtype", "layout.kernel", "layout.remat", "model.remat", "model.stages")
+_EXACT = ("layout.dtype", "layout.kernel", "layout.remat")
+_EXACT += ("model.remat", "model.stages", "model.loss_chunks")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -71,7 +71,8 @@ def _near_the_best(answer, *asked):
         raise Wrong(f"{told.kind}: {told.reason}.")
     ours = next((c for c in found.fitting + found.too_large if c.roles == answer), None)
     if ours is None:
-        raise Wrong(f"a device's {batch // answer.rows} rows do not divide into microbatches.")
+        rows = batch // answer.rows
+        raise Wrong(f"the planner has none with {answer.microbatches} microbatches of {rows} rows.")
     if lacks := found.lacking(ours):
         raise Wrong(f"it needs {lacks[1] / 2**30:.1f} GiB of {lacks[2] / 2**30:.2f}.")
     best = next(c.step.seconds for c in found.fitting if c.roles.stage == 1)
