@@ -39,6 +39,7 @@ def activations(
 ) -> dict[str, P]:
     """A dict from names in a model's `marks.constrain` to the PartitionSpecs of these activations.
 
+    `rules.jit(..., names=activations(...))` pins them so. A `layouts.Layout` does it by itself.
     Rows are cut over `rows`, tokens over `context`, and logits over `axis` too. With `sequence`,
     tokens are cut over `axis` as well between the products. Then what enters attention and the MLP
     and what is cut inside them is pinned, too: left free, XLA for CPU keeps the tokens cut there,

@@ -77,12 +77,13 @@ class Ring:
     (Liu et al., 2023). Keys travel with their places, so any order of the sequence and any mask is
     right. Backward, K and V go around once more, and their gradients with them, summed in float32:
     only the device's own arrays are kept for it. `block` is the most tokens along a side of a tile
-    of scores. `apart` says that the mesh's other devices may run something else meanwhile, as other
-    stages do: a hop is an all-to-all then, for which n - 1 times as much is sent. (A permute waits
-    for all of the mesh's devices on CPU.)
+    of scores, into which a device's tokens are cut evenly. `apart` says that the mesh's other
+    devices may run something else meanwhile, as other stages do: a hop is an all-to-all then, for
+    which n - 1 times as much is sent. (A permute waits for all of the mesh's devices on CPU.)
 
     Raises:
-      ValueError: at the call, a device's tokens do not cut into equal tiles near `block`.
+      ValueError: at the call, equal tiles of `block` tokens or fewer would have fewer than
+        `block` / 8, as for a large prime number of tokens on a device.
     """
 
     axis: Axis  # (): one device alone

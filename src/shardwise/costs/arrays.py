@@ -20,11 +20,17 @@ ORDER = ("stage", "data", "fsdp", "expert", "context", "tensor")
 class Roles:
     """The number of devices of each role of a layout; these multiply to that of all devices.
 
-    `expert` is an axis of its own, along which all but the experts is whole. With tensor the
-    sequence is cut between its products. With `remat` a layer is recomputed in the backward pass
-    from what enters it; with `products` too, the results of products with its weights are kept, and
-    not computed again; with `offload` too, what enters waits on the host meanwhile. `loss_chunks`
-    are `model.Config`'s.
+    `mesh.make(**roles.axes)` is their mesh, with an axis named after each role, and the layout is
+    `layouts.Layout(grid, fsdp="fsdp", ...)`, with each role above 1 on its axis, `microbatches`,
+    and `sequence=True` with tensor, `attention="zigzag"` with context. For a decoder, `plan.text`
+    prints that of the best in full, as "code". `stage` and `loss_chunks` go into `model.Config`,
+    as `stages` and `loss_chunks`.
+
+    `expert` is an axis of its own, along which all but the experts is whole. With `remat` a layer
+    is recomputed in the backward pass from what enters it, so that the layout's `remat=` is
+    `jax.checkpoint_policies.nothing_saveable`. With `products` too, the results of products with
+    its weights are kept: `dots_with_no_batch_dims_saveable`. With `offload` instead, what enters
+    waits on the host meanwhile: `layouts.offload`.
     """
 
     stage: int = 1

@@ -1,11 +1,11 @@
 """Mixtures of experts: the layer, its dispatch on one device, and where a mesh axis cuts experts.
 
-`marks.experts` says what a dispatch takes and gives, and `on_one_device` does it where nothing is
-bound. Inside a `jax.shard_map` in which a device has its rows of the batch, and the weights of
-experts/n experts:
+`marks.experts` says what a dispatch takes and gives, and where nothing is bound one device does it.
+Inside a `jax.shard_map` in which a device has its rows of the batch, and the weights of experts/n
+experts, with a function `layer` of your own that calls `marks.experts`:
 
     with marks.bind(experts=experts.all_to_all("expert")):
-        y, kept = layer(x, weights)
+        y, kept = layer(x, weights)    # kept: bool [rows, tokens, k], False where dropped
 
 `all_to_all` sends each token to the devices of its experts and back (Lepikhin et al., 2020,
 GShard), in buffers of a capacity; `ragged` sends as many rows as there are, for no capacity (Gale

@@ -151,11 +151,11 @@ def bytes_sent(
     choices, their weights and, with a capacity, their slots. A backward pass sends the activations'
     part again; one that recomputes the layer, twice.
 
-    "ragged" is exact on CPU, by blocks for the worst case: 2·T·min(k, m)·h·e·(n-1), or with a
-    capacity m·slots in place of tokens·min(k, m) if that is less; and numbers of rows,
-    4·(n + 2)·m·(n-1) bytes, of which a backward pass sends 8·m·(n-1) at most. On TPUs and GPUs only
-    chosen rows are sent: T·k·h·e·(n-1)/n for an even router and T·k·h·e at most, and back what
-    arrived, at most (n-1) times that.
+    For "ragged" what CPUs send is returned, blocks for the worst case: 2·T·min(k, m)·h·e·(n-1), or
+    with a capacity m·slots in place of tokens·min(k, m) if that is less; and numbers of rows,
+    4·(n + 2)·m·(n-1) bytes, of which a backward pass sends 8·m·(n-1) at most. TPUs and GPUs send
+    chosen rows alone, which is not returned: T·k·h·e·(n-1)/n for an even router and T·k·h·e at
+    most, and back what arrived, at most (n-1) times that.
 
     `sequence` is the number of devices that a row is cut over, `tokens` then a device's part of it:
     an expert's slots are those of the whole row.

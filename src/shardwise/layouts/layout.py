@@ -42,20 +42,23 @@ class Layout:
 
     Further settings:
       by: "hand", where data, fsdp, expert and context are collectives written out, in one
-        shard_map; or "compiler", which has all but stages, with arrays and activations pinned.
+        shard_map; or "compiler", which inserts those of all roles but stage, from where arrays and
+        activations are pinned.
       zero: ZeRO's number, 1, 2 or 3; below 3 parameters are gathered once a step, or with
         `by="compiler"` stay whole.
       min_size: arrays of fewer elements stay whole along `fsdp`.
       uneven: what becomes of an array of which no axis divides along `fsdp`: "replicate" leaves it
         whole, which `predict` tells; "error" refuses it.
-      stacked: a predicate on the paths of arrays with a leading axis of layers, never cut along
-        `fsdp`, and by hand gathered one at a time; by default names that the tree carries tell.
+      stacked: a predicate on paths, strings such as "blocks/q/kernel" (`tree.leaves`), true for
+        arrays whose leading axis is one of layers: `fsdp` never cuts that axis, and by hand gathers
+        one layer at a time. By default names of axes that the tree carries tell.
       cut: the logical axes that `tensor` cuts.
       over: a rule for the tensor axis instead, for trees that carry no names.
       sequence: whether activations between the products are cut along the sequence over the tensor
         axis, which is Megatron's sequence parallelism (Korthikanti et al., 2023).
-      attention: how `context` runs by hand: "ring", or that in "striped" or "zigzag" order;
-        "all_gather"; "ulysses"; or a function of the axis to a meaning of `marks.attend`.
+      attention: how `context` runs by hand: "ring"; "striped" or "zigzag", a ring in that order of
+        the sequence, into which the step itself brings the batch, given in its own; "all_gather";
+        "ulysses"; or a function of the axis to a meaning of `marks.attend`.
       kernel: what computes attention where a device sees whole sequences, so without `context` or
         with "ulysses": a meaning of `marks.attend`, such as `context.splash()` on TPUs.
       dispatch: how tokens reach experts by hand: "all_to_all", "gather" or "ragged", or a function

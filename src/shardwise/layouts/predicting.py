@@ -47,9 +47,9 @@ def predict(
     What comes back prints as a table. Its `.held` has the bytes between steps, as a dict of
     "parameters", "batch" and, with `tx`, "state". Its `.sent` maps tuples of mesh axes, in the
     mesh's order, to the ring bytes of a step; a reduction over several axes counts once, for these
-    together, as in `measure.by_axis`. Its `.whole` maps the path of an array that is whole along
-    fsdp, since no axis of it divides, to the bytes that this costs. `remat` says whether layers are
-    rematerialised, by default whether the layout does it.
+    together, as in `measure.by_axis`. Its `.whole` maps the path (as in `tree.leaves`) of an array
+    that is whole along fsdp, since no axis of it divides, to the bytes that this costs. `remat`
+    says whether layers are rematerialised, by default whether the layout does it.
 
     What runs along axes by hand is exact in the lowered program (except for stages beside tensor,
     where the compiler cuts what fsdp sends), and in the compiled one for CPU: parameters, their

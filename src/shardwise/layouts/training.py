@@ -146,10 +146,12 @@ def step(
     layout. An optimizer whose update takes `value=` gets the mean, and by `grad=` the gradients.
     `loss`, `has_aux`, `aux` and `check` are as in `value_and_grad`.
 
-    `frozen` is a predicate on paths, true for parameters that the optimizer leaves alone and the
-    loss sets, such as running statistics. The loss then returns `(mean, aux)`, and aux is a dict
-    whose entry "frozen" is {path: new value}; values of parts of the batch are averaged. The rest
-    of that dict comes back as aux.
+    `frozen` is a predicate on paths, strings such as "norm/mean" (`tree.leaves`), true for
+    parameters that the loss sets, such as running statistics. The optimizer's update of these is
+    dropped, but it gets their gradients. The loss then returns `(mean, aux)`, whatever `has_aux`
+    says, and its aux is a dict whose entry "frozen" is {path: new value}; values of parts of the
+    batch are averaged. The step returns the dict's other entries as aux, joined as `aux` says: an
+    empty dict if there are none.
 
     Raises, when called:
       Indivisible: a loss that changes if its batch is divided (a ValueError).

@@ -49,12 +49,12 @@ def check(
     Args:
       aux: how the auxiliary outputs of parts become one, as in `value_and_grad`; those that are
         added up are compared. With None nobody reads them.
-      rows: the number of rows of a part, at most half of the batch's; by default 4.
+      rows: the number of rows of a part, by default 4; half of the batch's if that is less.
       ways: how the batch is divided: "devices", into consecutive rows; "microbatches", into every
         other row; "sequence", into halves of the tokens, axis 1 of arrays that have two or more.
-      gradient: whether a float32 number of each parameter's gradient is compared too. By default
-        it is where the loss has a backward rule of its own (custom_vjp): the mean tells nothing of
-        that.
+      gradient: whether gradients are compared too, by one number for each parameter, a weighted
+        sum of its gradient in float32. By default they are where the loss has a backward rule of
+        its own (custom_vjp): the mean tells nothing of that.
 
     Raises:
       Indivisible: a number that differs, the likely reason, and what to do (a ValueError).

@@ -63,8 +63,9 @@ def value_and_grad(
 
     Args:
       schedule: a key of `schedules.SCHEDULES`, a `Schedule`, or a list of tasks for each device.
-      specs: `specs(params)` are the PartitionSpecs by which parameters lie over the axes by hand;
-        by default each device has all.
+      specs: a function of the parameters to a list of PartitionSpecs, one for each leaf in the
+        order of `jax.tree.leaves`: how parameters, and so gradients, lie over `axis` and `by_hand`.
+        By default every device has every parameter, and every gradient, whole.
 
     Raises, when called:
       ValueError: an axis that the mesh lacks; rows that do not split; no mark where the schedule

@@ -51,8 +51,10 @@ def own(
 
     `benchmarks/plan_own.py` sets it beside what the TPU compiler reserves: 19 % low to 8 % high for
     17 decoders of layers in scans, 11 % low to 5 % high for networks of Flax's parts in none.
-    `shardwise.plan.compiling.check(candidate, found)` has the compiler judge a candidate of what
-    `found = own(...)` returned; for a layout that is not among them, `topology.compile` does.
+    `shardwise plan --own FILE --chips v5e:4x4 --compile 3` has it judge the best three. In Python,
+    `from shardwise.plan import compiling` has a function that judges one candidate of what
+    `found = own(...)` returned, `compiling.check(candidate, found)`; `topology.compile` judges a
+    layout that is not among these.
 
     Seconds are a roofline. FLOPs of products are counted in the program of one device, compiled for
     this machine, and taken to grow with the rows; MFU counts three times those of the forward pass,

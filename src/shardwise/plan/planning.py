@@ -26,10 +26,11 @@ from shardwise.train import Optimizer
 class Candidate:
     """A layout with what it costs on its busiest device.
 
-    `roles` are its `Roles`. `memory` has bytes: `.parameters`, `.state`, `.batch`, `.step` (of what
-    is gone when a step ends), the `.total` of these, and `.host` (of what waits there). `flops` is
-    what MFU counts in a step, `peak` the FLOP/s of the chips, both of all devices together. `costs`
-    computes `sent` and `step` when they are asked for: most layouts do not fit.
+    `roles` are its `Roles`, which say how to make its mesh and `layouts.Layout`. `memory` has
+    bytes: `.parameters`, `.state`, `.batch`, `.step` (of what is gone when a step ends), the
+    `.total` of these, and `.host` (of what waits there). `flops` is what MFU counts in a step,
+    `peak` the FLOP/s of the chips, both of all devices together. `costs` computes `sent` and `step`
+    when they are asked for: most layouts do not fit.
     """
 
     roles: Roles
@@ -105,9 +106,10 @@ class Plan:
         return self.chips.usable_hbm
 
     def lacking(self, c: Candidate) -> tuple[str, float, float] | None:
-        """(who has too little memory for a layout, bytes that it needs and has); None if it fits.
+        """None if a layout fits; else (who, the bytes that it needs, the bytes that there are).
 
-        That is a "device" or, if its memory is known, its "host", of which a device has a part.
+        Who has too little is a "device" or its "host", of whose memory, if known, a device has a
+        part.
         """
         on_host = (self.chips.chip.host_bytes or math.inf) / self.chips.chip.devices
         asked = ("device", c.memory.most, self.usable), ("host", c.memory.host, on_host)
@@ -145,11 +147,12 @@ def plan(
     `model` is what `preset` takes, or a `model.Config`, in whose dtype weights are gathered and
     products computed; its remat, stages and loss_chunks are chosen here (without stages and tensor
     the loss is tried in 8 chunks, too). `chips` are a name that `topology.chips` takes, or what it
-    returns. Layouts are by hand, with ZeRO 3, sequence
-    parallelism beside tensor, zigzag over context and the schedule 1f1b. Attention never keeps its
-    scores. Activations may wait on the host (offload) where layers are recomputed, without stages,
-    if it is known how fast a chip reaches its host (v4, v5e, v5p, v6e; how much memory a host of v4
-    has is not known); optimizer state stays.
+    returns. `optimizer` is a `train.Optimizer`, which names one of optax's; no transformation of
+    optax itself. Layouts are by hand, with ZeRO 3, sequence parallelism beside tensor, zigzag over
+    context and the schedule 1f1b. Attention never keeps its scores. Activations may wait on the
+    host (offload) where layers are recomputed, without stages, if it is known how fast a chip
+    reaches its host (v4, v5e, v5p, v6e; how much memory a host of v4 has is not known); optimizer
+    state stays.
 
     Parameters and state are exact, and so is what is sent along axes by hand. What a step needs
     besides is estimated by a formula that was fitted to TPUs' compiler or to GPUs'; seconds are a

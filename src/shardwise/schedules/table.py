@@ -114,8 +114,9 @@ def check(schedule: Schedule | Lists) -> None:
     """Return if `schedule`, a `Schedule` or lists of tasks, runs every task; else raise.
 
     Raises:
-      ValueError: a task that is missing, doubled, split in half or on a device that does not hold
-        its stage; or an order that comes to a stop, with the tasks that wait for each other.
+      ValueError: a stage that has not, for each microbatch, once F and B, or once F, I and W; a
+        stage with tasks on two devices; an order that comes to a stop, with the tasks that wait for
+        each other; what `from_tasks` raises; a `Schedule` whose numbers are not those of its tasks.
     """
     found = from_tasks(getattr(schedule, "tasks", schedule))
     for name, form in ("stages", int), ("microbatches", int), ("device_of", tuple):

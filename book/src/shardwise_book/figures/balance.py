@@ -28,7 +28,8 @@ def balance_explorer(
       orders: {name: order}, functions of (size, n) such as `context.zigzag`.
       masks: {name: (mask, documents)}, where mask is a function of two `marks.Places`, and
         documents one of the size that returns each token's document, or None.
-      devices, lengths: the numbers of devices, and of tokens, on offer.
+      devices: the numbers of devices on offer.
+      lengths: the numbers of tokens on offer.
       sent: a function of (n, size) that returns {form: the bytes that a device sends, an int, or
         words that say why there are none}.
       start: {name: number of the option shown first}, of "order", "devices", "length" and "mask".

@@ -24,11 +24,11 @@ def loads_explorer(
     """Choose experts, choices of a token, capacity, router and devices; see loads and bytes.
 
     `offered` maps each of "experts", "per_token", "capacity", "skew" and "devices" to {words:
-    value}. `route(experts, per_token, capacity, skew)` gives, for each expert, how many choose it
-    and how many of these it takes, and the slots of an expert (None: as many as it needs).
-    `sent(experts, per_token, capacity, devices)` gives the bytes of an all-to-all there and back
-    (0: there is none), and of a gather and a scatter. `start` has the number of the option first
-    shown, for any of the names.
+    value}. `route(experts, per_token, capacity, skew)` returns (wanted, taken, slots): for each
+    expert how many choose it, and how many of these it takes, two lists of ints; and an expert's
+    slots, an int, or None for as many as it needs. `sent(experts, per_token, capacity, devices)`
+    returns the bytes of an all-to-all there and back (0: there is none), and those of a gather and
+    a scatter. `start` has the number of the option first shown, for any of the names.
     """
     controls = {name: Control(label, offered[name]) for name, label in LABELS.items()}
 

@@ -171,9 +171,9 @@ def lanes_explorer(
 
     Args:
       strategy: "data" or "fsdp".
-      layer_bytes: of one layer's weights, in the dtype in which they are sent, and of its gradient.
-      layer_flops: of one layer's forward pass, for one token; a backward pass has `backward` times
-        as many (2; 3 with rematerialisation).
+      layer_bytes: the bytes of one layer's weights, as they are sent; its gradient has as many.
+      layer_flops: the FLOPs of one layer's forward pass, for one token; a backward pass has
+        `backward` times as many (2; 3 with rematerialisation).
       flops_per_s: what a device computes.
       bandwidths: the links on offer, each with the bytes/s that a device sends over it.
       devices: n; a ring sends (n − 1)/n of a gather or a scatter, and of an all-reduce twice that.

@@ -34,7 +34,7 @@ them what is live"><div id="@rows"></div><div id="@axis" class="axis"></div></di
 
 
 def schedule(runs: Mapping[str, schedules.Timeline], width: float = 5.2) -> Drawing:
-    """Timelines under their titles, on one axis of time.
+    """Timelines under their titles, {title: `schedules.Timeline`}, on one axis of time.
 
     A box is a task; its colour is the kind, its number the microbatch. A bar at the foot marks a
     device's second stage, two bars its third. Where it is shaded, the device waits.

@@ -43,8 +43,9 @@ def fill_in(
     """A question whose answer is a number; texts are plain, with `code` in backticks.
 
     The reader may leave the unit out, write thousands apart, a product, a fraction or a power, and
-    name a larger unit of bytes or of time. `why` explains the right answer, `wrong` some others.
-    `tolerance` is relative: by default 0 for a whole number, and 0.01 for any other.
+    name a larger unit of bytes or of time. `why` explains the right answer. `wrong` maps known
+    mistakes, numbers, to what each got wrong. `tolerance` is relative: by default 0 for a whole
+    number, and 0.01 for any other.
 
     Raises:
       ValueError: a text is empty, a number is not finite, or a wrong one is as good as the right.

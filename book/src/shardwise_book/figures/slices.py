@@ -33,7 +33,8 @@ def slice_graph(
       traced: what `jax.make_jaxpr` returns, without inner programs.
       chosen: for each name, equations of `traced.eqns`; each is in one slice, none in two. A name
         that begins with a kind of task (F, B, I, W) has its colour.
-      inputs, outputs: names of the program's arguments and results.
+      inputs: the names of the program's arguments.
+      outputs: the names of its results.
       start: the number of the slice that is shown at first.
 
     Raises:

@@ -37,9 +37,10 @@ def scatter(function: Callable[[jax.Array], jax.Array]) -> Verdict:
 
 @puzzle("return this device's part of the sum.")
 def one_order(function: Callable[[jax.Array], jax.Array]) -> Verdict:
-    """Check a reduce-scatter of eight arrays along "x" that has the same bits for all n devices.
+    """Check a reduce-scatter of eight arrays along "x", bit by bit, on n = 1, 2, 4 and 8 devices.
 
-    `function` maps a device's [8/n, w] to its part [w/n] of the sum of all eight.
+    `function` maps a device's [8/n, w] to its part [w/n] of the sum of all eight, whose bits have
+    to be the same for each n.
     """
     arrays = judging.normal(0, 8, 256) * 10.0 ** np.arange(-3, 5).astype(np.float32)[:, None]
     sums = arrays

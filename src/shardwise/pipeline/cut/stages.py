@@ -19,13 +19,14 @@ CAST = "convert_element_type"
 class Stage:
     """One stage: `function(params, data, carry) -> outputs`, each a list in the order given here.
 
-    `rows[i]` tells what of the parameter leaf `i` lives here: None all of it, (a, b) its rows a to
-    b. `data` are the numbers of the batch's (and further arguments') leaves that it reads. Where it
-    slices something computed from these, such as the keys of all layers, `starts` has the first row
-    of each slice, and goes in as the last of the data, int32 [k]: so stages that differ in rows
-    alone share a program. `params`, `inputs`, `carry` and `outputs` are shapes; the last stage's
-    outputs are the loss's. `seeds` are the numbers of the outputs that have cotangents: all that
-    are floating-point; in the last stage the first alone.
+    `rows` is a dict with an entry for each parameter leaf that lives here, by its number: (a, b) if
+    rows a to b - 1 of it do, None if all of it does. `data` are the numbers of the batch's (and
+    further arguments') leaves that it reads. Where it slices something computed from these, such as
+    the keys of all layers, `starts` has the first row of each slice, and goes in as the last of the
+    data, int32 [k]: so stages that differ in rows alone share a program. `params`, `inputs`,
+    `carry` and `outputs` are shapes; the last stage's outputs are the loss's. `seeds` are the
+    numbers of the outputs that have cotangents: all that are floating-point; in the last stage the
+    first alone.
     """
 
     index: int
