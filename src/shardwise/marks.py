@@ -44,7 +44,8 @@ def bind(**meanings: Callable) -> Iterator[None]:
     """A context manager that gives marks a meaning: `bind(use=gather)`; the others keep theirs.
 
     Raises:
-      ValueError: a keyword is no mark that takes a meaning.
+      ValueError: a keyword is no mark that takes a meaning. Those are attend, constrain, experts,
+        index, layer, local, stage_boundary, total and use.
       TypeError: a meaning has no hash, by which JAX's caches tell it from another.
     """
     if unknown := set(meanings) - KNOWN:
@@ -223,7 +224,7 @@ def attend(
 
 
 def seen(query: Places, key: Places, mask: Callable) -> jax.Array:
-    """The booleans of `mask`, for [b, s, t], from `Places` of queries [b, s] and of keys [b, t]."""
+    """What `mask` tells of queries [b, s] and keys [b, t]: booleans that broadcast to [b, s, t]."""
     query, key = (Places(*(jnp.expand_dims(x, a) for x in p)) for p, a in ((query, 2), (key, 1)))
     return mask(query, key)
 

@@ -1,10 +1,10 @@
 """A decoder in Flax NNX and its loss, written for one device.
 
-Every parameter carries the names of its logical axes (metadata `logical_axes`) and the code
-carries marks: `marks.attend`, and `marks.constrain` with the names embedding_output,
-attention_input, attended, attention_output, mlp_input, mlp_hidden, mlp_output and logits. Of meshes
-it knows nothing. Letters in einsums: b batch, s sequence, e embed, h heads, k kv_heads, d head_dim,
-m mlp, v vocab.
+Every parameter carries the names of its logical axes (metadata `logical_axes`): vocab, embed,
+heads, kv_heads, head_dim and mlp, with experts also experts and router. The code carries marks:
+`marks.attend`, and `marks.constrain` with the names embedding_output, attention_input, attended,
+attention_output, mlp_input, mlp_hidden, mlp_output and logits. Of meshes it knows nothing. Letters
+in einsums: b batch, s sequence, e embed, h heads, k kv_heads, d head_dim, m mlp, v vocab.
 """
 
 import functools

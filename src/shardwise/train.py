@@ -22,7 +22,8 @@ def init(
 ) -> tuple[Any, Any, Any]:
     """(graphdef, params, opt_state) of a `model.Decoder`, each array made as its devices' shards.
 
-    `rule` lays out the parameters, and the optimizer's state follows them (`rules.follow`). The
+    `optimizer` is an optax transformation, as `train.optimizer()` or `Optimizer().transformation()`
+    is. `rule` lays out the parameters, and the optimizer's state follows them (`rules.follow`). The
     same seed gives the same parameters on every mesh, bit for bit: one jit makes all of them, by
     draws from uniform distributions, which do not depend on shardings.
 
@@ -34,7 +35,7 @@ def init(
 
 
 def initializer(config: Config, mesh: Mesh, rule: Any, optimizer: Any) -> tuple[Any, Callable]:
-    """(graphdef, create): `create(key)` is `init`'s jitted program, which can be lowered too."""
+    """(graphdef, create): `create(key)`, jitted, makes (params, opt_state) of `init`."""
     graphdef, abstract = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
 
     def create(key):
@@ -47,7 +48,7 @@ def initializer(config: Config, mesh: Mesh, rule: Any, optimizer: Any) -> tuple[
 def optimizer(
     peak: float = 3e-3, steps: int = 300, warmup: int = 20
 ) -> optax.GradientTransformation:
-    """AdamW by `Optimizer`, clipping at 1, with linear warm-up and cosine decay to 0 at `steps`."""
+    """An optax transformation: AdamW, clipping at 1, linear warm-up, a cosine to 0 at `steps`."""
     cosine = "warmup_cosine_decay_schedule"
     return Optimizer(schedule=cosine, peak=peak, warmup=warmup, decay=steps).transformation()
 
@@ -127,8 +128,10 @@ def step(
 
     `loss` and `microbatches` are those of `objective.value_and_grad`, whose mean loss is `mean`;
     `optimizer` is any optax transformation. With a `key`, one for each step, dropout is on.
-    `params` and `opt_state` are donated: use only what is returned. `jit` compiles it, for a mesh
-    `functools.partial(rules.jit, mesh=..., in_rules=...)`.
+    `params` and `opt_state` are donated: use only what is returned. `jit` compiles the step, for a
+    mesh `functools.partial(rules.jit, mesh=mesh, in_rules=ins, out_rules=outs)`: `ins` is a tuple
+    of three entries, of params, opt_state and batch, and a fourth if the step gets a key; `outs`
+    has those of params, opt_state and mean. An entry for opt_state is `rules.follow(rule, params)`.
 
     Raises, when called:
       ValueError: rows that `microbatches` do not divide, and what `jit` raises.

@@ -46,9 +46,13 @@ def restore(
     jax.Array or jax.ShapeDtypeStruct with a sharding it is an array so laid out, of which each
     process reads the chunks that its devices need. For one that is uncommitted or has no sharding
     it is an uncommitted array on the default device; for a NumPy array, a NumPy array; for a Python
-    number, a number of its type. `jax.eval_shape` and `rules.shardings` make such targets. For
-    plain data, any value without arrays will do, such as None. With `partial`, leaves that only the
-    checkpoint has are left unread: drop a new head from the target, and keep its fresh values.
+    number, a number of its type. For plain data, any value without arrays will do, such as None.
+    With `partial`, leaves that only the checkpoint has are left unread: drop a new head from the
+    target, and keep its fresh values. A target of arrays that no device holds yet:
+
+        shapes = jax.eval_shape(create, key)
+        to = rules.shardings(rule, shapes, mesh)
+        target = {"params": jax.tree.map(lambda x, s: x.update(sharding=s), shapes, to)}
 
     A save of this process that is under way is waited for. Before any array is restored, all is
     compared with the checkpoint's metadata, and the chunks that devices need with their checksums;

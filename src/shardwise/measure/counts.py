@@ -147,7 +147,7 @@ def parted(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[An
 
 
 def by_axis(found: Collectives, mesh: Mesh | AbstractMesh) -> dict[tuple[str, ...], Collectives]:
-    """A dict from tuples of mesh axes to the `Collectives` along exactly these axes.
+    """A dict from tuples of mesh axes to the `Collectives` of `found` along exactly these.
 
     Keys, and the axes in each, are in the order of `mesh`, the program's. An axis is in a key if
     devices that take part together differ in their place along it: a sum over all devices of a mesh

@@ -76,8 +76,12 @@ def bytes_on_devices(tree: Any) -> dict[jax.Device, int]:
 
 @dataclass(frozen=True)
 class Fit:
-    """The `needed` and `allowed` bytes on a device, true if the program fits. `memory` tells what
-    for, or is None if it was refused; `buffers` are the largest arrays, where they are known.
+    """Whether a program fits into a device's memory, by its truth: `if measure.fits(program):`.
+
+    Fields:
+      needed, allowed: the bytes that the program needs on one device, and those that it may have.
+      memory: the `DeviceBytes` of the program, or None if the compiler refused it.
+      buffers: a tuple of the largest arrays, each a `Buffer`, empty where they are not known.
     """
 
     needed: int
@@ -103,7 +107,7 @@ def fits(program: Any, allowed: int | None = None) -> Fit:
     at most, since temporaries may lie where a donated argument was. `needed` is what the compiler
     counted, where it says so. What the device allows is known for what `topology.compile` returns
     or raises, and for TPU's errors; for another `jax.stages.Compiled` give `allowed`, in bytes.
-    (libtpu 0.0.23 returns what does not fit with its arguments and outputs, and this tells.)
+    libtpu 0.0.23 does not refuse what arguments and outputs make too large; its `Fit` is false.
 
     Raises:
       TypeError: `program` is neither a compiled program nor an error.

@@ -16,11 +16,16 @@ _HANDS_ON = ("tuple", "bitcast", "copy", "opt-barrier")
 
 @dataclass(frozen=True)
 class Beside:
-    """One collective instruction, `op`, in one of the `times` that it runs; times are in seconds.
+    """One collective instruction, with the products that can run beside it.
 
-    It sends along `lanes` directions of links; `seconds` is its part of what those take that share
-    links at once. `products` are the instructions that multiply between its start and its end,
-    `arithmetic` their time at the chip's peak, and `covered` its part of that: no second has two.
+    Fields:
+      op: the collective, an `Op`.
+      times: how often it runs; the seconds below are those of one run.
+      lanes: the directions of links along which it sends; 0 between slices, or nodes of GPUs.
+      seconds: how long it takes; of several that share links at once, its part of their time.
+      products: the names of the instructions that multiply between its start and its end.
+      arithmetic: the seconds of these products at the chip's peak.
+      covered: the part of `seconds` with arithmetic beside it, of which no second counts twice.
     """
 
     op: Op
@@ -34,8 +39,8 @@ class Beside:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Every collective of a program, with the products beside it, and the sums over all runs; in
-    `seconds`, all of communication, those `exposed`, and the covered `share` of the bytes.
+    """Every collective of a program, a `Beside` in the tuple `found`, and sums over all their runs;
+    `seconds` is the time of all communication.
     """
 
     found: tuple[Beside, ...]
@@ -69,12 +74,13 @@ class Overlap:
 
 
 def overlap(program: Any, chip: Any) -> Overlap:
-    """The `Overlap` of communication and products in a TPU's program, on one of `topology.CHIPS`.
+    """The `Overlap` of communication and products in a TPU's program.
 
-    A TPU's program is printed in the order in which it runs. What stands between the start of a
-    collective and its end can run beside it; synchronous collectives are exposed. How long each
-    takes is a model: bytes over the links that the compiler's strategy uses, as its text and the
-    torus let us infer; FLOPs, as `flops` counts them, over the peak in bfloat16; nothing else.
+    `chip` is a `Chip`, such as `topology.CHIPS["v5e"]`. A TPU's program is printed in the order in
+    which it runs. What stands between the start of a collective and its end can run beside it;
+    synchronous collectives are exposed. How long each takes is a model: bytes over the links that
+    the compiler's strategy uses, as its text and the torus let us infer; FLOPs, as `flops` counts
+    them, over the peak in bfloat16; nothing else.
 
     A strategy has colors, parts of the array that travel at once. If its name begins with
     `UniDirection`, a color uses one direction of a link, in others (`StrategyRing`, `StrategyND`)
@@ -200,8 +206,8 @@ def _follow(frame, order, held):
 
 
 class Span(NamedTuple):
-    """The seconds from `start` to `end` in which instruction `name` occupies its lane: "products",
-    or for a collective of that `kind` "links"; beside `asynchronous` ones products may run.
+    """The time of instruction `name`, from `start` to `end` in seconds. Its `lane` is "products",
+    or "links" for a collective of that `kind`; products may run beside `asynchronous` ones.
     """
 
     lane: str
@@ -213,11 +219,12 @@ class Span(NamedTuple):
 
 
 def lanes(program: Any, chip: Any, trips: int = 2) -> tuple[Span, ...]:
-    """A timeline of the computation that sends the most in a program, usually a loop's body.
+    """A timeline, a tuple of `Span`s, of the computation that sends most, usually a loop's body.
 
-    A `Span` is a product or a collective, in the program's order and for as long as `overlap`
-    estimates. Collectives follow each other; beside a synchronous one nothing runs, an asynchronous
-    one is awaited where it ends. Of a loop the first `trips` are shown. Raises what `overlap` does.
+    `chip` is as for `overlap`. A `Span` is a product or a collective, in the program's order and
+    for as long as `overlap` estimates. Collectives follow each other; beside a synchronous one
+    nothing runs, an asynchronous one is awaited where it ends. Of a loop the first `trips` are
+    shown. Raises what `overlap` does.
     """
     groups = _begun("lanes", program)
     most = max(groups, key=lambda g: sum(b.value.ring_bytes * b.times for b in g), default=())

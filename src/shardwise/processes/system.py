@@ -32,8 +32,8 @@ def join(
 
     If these are None, SLURM, Kubernetes or a TPU VM says them, else this is one process. `devices`
     is the number in all processes together, shared evenly, simulated or real. None means all
-    accelerators, or eight simulated devices: if there are none, or if several processes on one
-    machine (a loopback address) would each take all of its accelerators. For one GPU in each
+    accelerators. Eight devices are simulated where there are none, and where several processes of
+    one machine (a loopback address) would each take all of its accelerators. For one GPU in each
     process pass `devices=count`, and set CUDA_VISIBLE_DEVICES.
 
     Call it before anything touches a device. After `heartbeat` seconds a silent process is taken

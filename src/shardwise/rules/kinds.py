@@ -18,9 +18,9 @@ class LogicalRules(Rule):
 
     Parameters carry the names: metadata `logical_axes` of an NNX variable, what
     `nnx.with_partitioning` leaves there, or Linen's boxes; to plain pytrees `names`, a tree of
-    tuples, gives them. An unnamed leading axis is "layers", whole unless the table says otherwise.
-    `rules | {"embed": "fsdp"}` is a variant with that entry replaced. With `uneven="replicate"` an
-    axis that its mesh axes do not divide stays whole.
+    tuples, gives them. `shardwise.model` lists its decoder's. An unnamed leading axis is "layers",
+    whole unless the table says otherwise. `rules | {"embed": "fsdp"}` is a variant with that entry
+    replaced. With `uneven="replicate"` an axis that its mesh axes do not divide stays whole.
 
     Raises, when called:
       ValueError: a name without an entry, a mesh axis that the mesh lacks, two names of one array
@@ -51,7 +51,7 @@ class LogicalRules(Rule):
         """The PartitionSpec of an activation with these logical axes, of which None names none.
 
         Raises:
-          ValueError: a name without an entry, or two names on one mesh axis; it says `of` what.
+          ValueError: a name without an entry, or two on one mesh axis; it calls the array `of`.
         """
         owner, entries = {}, [self.entry(name, of, axes) for name in axes]
         for name, entry in zip(axes, entries, strict=True):
@@ -172,14 +172,14 @@ class FSDPRule(Rule):
     It cuts the largest of the array's axes that this divides, of equally large ones the last; with
     `pick="first"` the first, whose parts are contiguous, so that a collective by hand need not
     transpose them. An axis of stacked layers is never cut: one named "layers" (`names` are as in
-    `LogicalRules`), or axis 0 of arrays for which `stacked(path)` is true. If neither is given, as
-    for a plain tree, axis 0 of an array of three axes or more may be one of layers. If it alone
-    divides, that is an error, which asks for `stacked`; with `uneven="replicate"` it is cut. Axes
-    that `over`, another rule, has cut are left alone, as in `FSDPRule("fsdp", over=tensor)`.
+    `LogicalRules`), or axis 0 of arrays for which `stacked(path)` is true. An array without names,
+    if `stacked` is None, may have layers along axis 0 where it has three axes or more: then axis 0
+    is cut only if no other axis divides, and only with `uneven="replicate"`. Axes that `over`,
+    another rule, has cut are left alone, as in `FSDPRule("fsdp", over=tensor)`.
 
     Raises, when called:
-      ValueError: the mesh lacks the axis, or no axis of a large array divides by it (with
-        `uneven="replicate"` that array stays whole, or as `over` has it).
+      ValueError: the mesh lacks the axis; or a large array has no axis that can be cut. With
+        `uneven="replicate"` such an array stays whole, or as `over` has it.
     """
 
     axis: str | tuple

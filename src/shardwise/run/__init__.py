@@ -1,6 +1,6 @@
 """A run: the training program, its settings, and what it promises.
 
-The command `shardwise train` does for the decoder and text files what a program does by:
+The command `shardwise train` trains the decoder on text files. A program trains a model of its own:
 
     settings = run.Settings(run=Path("runs/mine"), steps=1000, layout=run.Roles(fsdp=4, context=2))
     result = run.train(settings, create=create, loss=loss, batches=rows, tx=tx)

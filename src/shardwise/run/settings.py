@@ -42,7 +42,9 @@ class Roles:
     """The layout of a run: how many devices each role of a `layouts.Layout` has, and its settings.
 
     One of `data`, `fsdp`, `tensor`, `expert`, `context` and `stage` may be -1, for the devices that
-    remain. A setting has the meaning of the layout's of that name, which says more.
+    remain. A setting has the meaning of the layout's of that name, which says more; here `dtype`,
+    `reduce_dtype` and `remat` are names, as strings. None means the weights' own dtype, sums in the
+    dtype in which weights are used, and no recomputing but what the loss itself asks for.
     """
 
     data: int = 1
@@ -112,7 +114,7 @@ class Evaluation:
 
     every: int = 100  #: Steps between evaluations, or 0 for none.
     batches: int = 4  #: Batches of an evaluation.
-    sample: int = 120  #: Tokens written each time, by parameters whole on each device, or 0.
+    sample: int = 120  #: Tokens that `shardwise train` writes each time, by whole parameters, or 0.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +127,7 @@ class Processes:
     count: int | None = None  #: The number of processes.
     index: int | None = None  #: The number of this process, from 0.
     heartbeat: int = 20  #: Seconds after which a process that is silent is taken for dead.
-    hang: float = 25.0  #: Seconds without progress, or five steps' time, that end a process.
+    hang: float = 25.0  #: Seconds without progress, or five steps if longer, that end a process.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,12 +151,12 @@ class Settings:
     keep: int = 2  #: The number of newest checkpoints that stay.
     resume: bool = False  #: Go on from the newest whole checkpoint, if there is one.
     ema: float | None = 0.99  #: Decay of the mean of the parameters. With None there is no mean.
-    bad: Literal["stop", "skip"] = "stop"  #: "stop" or "skip" if gradients are not finite.
+    bad: Literal["stop", "skip"] = "stop"  #: What happens at a bad step, see `BadStep`.
     limit: float = float("inf")  #: Norm of the gradients above which a step is bad too.
     #: Devices of all processes together, simulated where there are fewer real ones. By default all
     #: accelerators, or without any eight simulated devices.
     devices: int | None = None
-    profile: str | None = None  #: First and last step of a trace, as `10:13`.
+    profile: str | None = None  #: First and last step of a trace, as "10:13". None traces nothing.
     layout: Roles = dataclasses.field(default_factory=Roles)
     model: Config = dataclasses.field(default_factory=lambda: Config(dtype=F32, param_dtype=F32))
     optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)

@@ -22,7 +22,9 @@ from shardwise.run.state import Result
 
 
 class BadStep(RuntimeError):
-    """The error of a step whose gradients or loss are not finite, or whose norm is too large."""
+    """The error of a bad step: its loss or its gradients' norm is not finite, or the norm is above
+    `settings.limit`. With `bad="skip"` none is raised; the update stays where only the loss is bad.
+    """
 
 
 def train(
@@ -41,15 +43,16 @@ def train(
     """Train until `settings.steps`, from the start or from the newest whole checkpoint.
 
     Args:
-      settings: the run's; `model`, `data`, `sequence` and `devices` are not used here, nor is
-        `optimizer` beside a `tx`. The run folder keeps those that are.
+      settings: the run's; `model`, `data`, `sequence`, `devices` and `evaluation.sample` are not
+        used here, nor is `optimizer` beside a `tx`. The run folder keeps those that are.
       create: a function of a key to the parameters as one device makes them.
       loss: a function of (params, batch) or (params, batch, key), as in `shardwise.layouts`; a new
         run judges it before its first step, as `objective.check` does.
       batches: an endless `grain.MapDataset` of single rows, of which step k takes the k-th
         `settings.batch`; or an iterator of whole batches with get_state and set_state, as Grain's.
       tx: an optax transformation; by default `settings.optimizer`'s.
-      validation: a `grain.MapDataset` of rows, of which evaluations read the first batches.
+      validation: a `grain.MapDataset` of rows, of which evaluations read the first batches; without
+        one there are no evaluations, and no samples.
       has_aux: whether the loss returns aux too. If that is a dict, its scalars and vectors stand in
         the metrics, and of an `objective.Mean` the quotient, exact for every padding.
       sample: a function of the parameters to a text, for the log at each evaluation. It gets them
@@ -71,7 +74,8 @@ def train(
       ValueError: settings or facts differ from the saved ones; metrics are damaged; aux has a name
         that the metrics use; `settings.batch` does not split over devices and microbatches.
       TypeError: `batches` or `loss` are not of the kinds above.
-      BadStep: a bad step, where `settings.bad` says stop; the state before it is saved.
+      BadStep: a bad step, where `settings.bad` says stop; the state before it is saved, but not
+        where only the loss is bad.
       Exception: what `shardwise.layouts` and `shardwise.checkpoint` raise.
     """
     given = create, (loss, has_aux, aux), batches, tx, validation, sample, dict(facts or {}), flops

@@ -137,7 +137,7 @@ class ChipMesh:
         return "cuda" if self.chips.chip.node else "tpu"
 
     def across_slices(self) -> tuple[int, ...]:
-        """The number of parts into which borders between slices, or nodes, cut each axis."""
+        """For each of `axes`, the number of parts that borders of slices, or nodes, cut it into."""
         chips = self.chips
         return mesh.across_groups("topology", self.shape, chips.slices, chips.groups)
 
