@@ -108,6 +108,8 @@ def test_within_a_trace_a_warning_says_so_once():
         jax.jit(lambda p, b: run(p, b))(placed, BATCH)
         jax.jit(lambda p, b: run(p, b))(placed, BATCH)
     assert len(told) == 1
+    with pytest.raises(ValueError, match="rows"):  # the first call with numbers is judged
+        run(placed, BATCH)
 
 
 def test_what_is_lowered_is_not_judged():

@@ -21,17 +21,21 @@ from shardwise.objective import beforehand
 
 
 def judged(run: Callable, layout: Layout, loss: Callable, has_aux, aux, who: str) -> Callable:
-    """`run`, of `(params, ..., batch, *args, key=None)`, whose loss is judged when first called."""
-    waits, place = True, 1 if who == "layouts.step" else 0  # of the batch
+    """`run`, of `(params, ..., batch, *args, key=None)`, whose loss its first call with numbers
+    judges; that a call has none is said once.
+    """
+    waits, told, place = True, False, 1 if who == "layouts.step" else 0  # of the batch
 
     def call(params, *args, key=None):
-        nonlocal waits
+        nonlocal waits, told
         reason = None
         if waits:
-            waits, (batch, *further) = False, args[place:]
+            batch, *further = args[place:]
+            waits = _is_abstract((params, batch, further, key))
             reason = judge(layout, loss, params, batch, tuple(further), key, has_aux, aux)
         out = run(params, *args, key=key)  # which raises what is wrong with the loss itself
-        if reason is not None:
+        if reason is not None and not told:
+            told = True
             warn(reason, who)
         return out
 
@@ -51,6 +55,11 @@ def judge(layout, loss, params, batch, args=(), key=None, has_aux=False, aux="su
     rows = beforehand.unit_of(batch) // parts
     case = beforehand.Case(loss, params, batch, args, key, has_aux, aux, mesh=layout.auto)
     return beforehand.judge(case, ways, rows) if rows else None
+
+
+def _is_abstract(tree):
+    kinds = jax.ShapeDtypeStruct, jax.core.Tracer
+    return any(isinstance(x, kinds) for x in jax.tree.leaves(tree))
 
 
 def ways_of(layout: Layout) -> tuple[str, ...]:
