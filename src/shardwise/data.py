@@ -110,7 +110,7 @@ def batches(
     process_count: int = 1,
     packed: bool = False,
 ) -> Batches:
-    """An endless, shuffled, deterministic iterator of batches, whose position can be saved.
+    """`Batches`, an endless, shuffled, deterministic iterator, whose position can be saved.
 
     Every document is cut into windows of `seq_len` predictions; its last window is padded. One
     batch is a dict of arrays [batch / process_count, seq_len]:

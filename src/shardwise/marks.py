@@ -269,8 +269,9 @@ def turns_said(name: str) -> tuple[Fraction, ...] | None:
 def kernels(**flops: float) -> AbstractContextManager:
     """The context of Pallas kernels for TPUs that do not state their FLOPs by `pl.CostEstimate`.
 
-    In `kernels(flash=1e9)`, `measure.flops` counts 1e9 for each run, on one device, of a kernel
-    whose name contains "flash".
+    `with marks.kernels(flash=1e9):` stands around the kernel's call, in the function that JAX
+    traces. Of the compiled program, `measure.flops` then counts 1e9 for each run, on one device, of
+    a kernel whose name contains "flash".
     """
     return jax.named_scope(" ".join(["kernels", *(f"{k}={int(n)}" for k, n in flops.items())]))
 

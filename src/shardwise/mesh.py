@@ -21,7 +21,7 @@ _TPU = ("/dev/accel*", "/dev/vfio/[0-9]*")  # the files by which a machine's TPU
 
 
 def simulate(n: int = 8, *, real: bool = False) -> None:
-    """Make `n` devices available in this process, on CPU where there are too few accelerators.
+    """Make `n` devices available to `devices` and `make`, on CPU for want of accelerators.
 
     Of `n` accelerators or more the first `n` are taken. Where there are fewer (a Colab runtime with
     one GPU), `n` simulated CPU devices are, and CPU becomes the default device. With `real=True`

@@ -57,7 +57,10 @@ def optimizer(
 class Optimizer:
     """The settings of an optimizer and its schedule, functions of optax or optax.contrib by name.
 
-    Each function gets those of the settings for which it has a parameter.
+    Each function gets those of these arguments that it has. A schedule's `peak_value` and `value`
+    are `peak`, `warmup_steps` is `warmup`, `decay_steps` and `transition_steps` are `decay`, and
+    `end_value` is `end`; its `init_value` is `peak` in "linear_schedule" and
+    "cosine_decay_schedule", else 0. The optimizer's `learning_rate` is the schedule.
     """
 
     name: str = "adamw"  #: The optimizer's function.
@@ -65,7 +68,7 @@ class Optimizer:
     peak: float = 3e-3  #: The learning rate after the warm-up.
     warmup: int = 20  #: The steps of the warm-up.
     decay: int = 1000  #: The step at which a schedule has decayed, counted from the run's first.
-    end: float = 0.0  #: The learning rate from that step on.
+    end: float = 0.0  #: The learning rate from that step on (cosine_decay_schedule has 0).
     weight_decay: float = 0.1  #: The optimizer's factor of weight decay.
     clip: float | None = 1.0  #: Global norm to which gradients are clipped. None clips nothing.
     moments: str | None = None  #: Dtype of the first moment. None is that of the parameters.
@@ -126,14 +129,17 @@ def step(
 ) -> Callable:
     """A jitted training step, `(params, opt_state, batch, key=None) -> (params, opt_state, mean)`.
 
-    `loss` and `microbatches` are those of `objective.value_and_grad`, whose mean loss is `mean`;
-    `optimizer` is any optax transformation. With a `key`, one for each step, dropout is on.
+    `loss` and `microbatches` are those of `objective.value_and_grad`. `mean` is the mean loss, a
+    scalar array, also of an `objective.Mean`. Of a loss with aux, as `model.routed_loss`, hand over
+    the first output alone, or take `layouts.step`. `optimizer` is any optax transformation. With a
+    `key`, one for each step, dropout is on.
     `params` and `opt_state` are donated: use only what is returned. `jit` compiles the step, for a
     mesh `functools.partial(rules.jit, mesh=mesh, in_rules=ins, out_rules=outs)`: `ins` is a tuple
     of three entries, of params, opt_state and batch, and a fourth if the step gets a key; `outs`
     has those of params, opt_state and mean. An entry for opt_state is `rules.follow(rule, params)`.
 
     Raises, when called:
+      TypeError: outputs that are no loss, or aux beside it.
       ValueError: rows that `microbatches` do not divide, and what `jit` raises.
     """
     mean_and_grad = objective.value_and_grad(loss, microbatches)

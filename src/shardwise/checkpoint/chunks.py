@@ -33,7 +33,7 @@ class Chunks(NamedTuple):
     places: dict[tuple[int, ...], tuple[str, int, int]]
 
     def touched(self, index: tuple[slice, ...]) -> list[tuple[int, ...]]:
-        """A list of the numbers of the chunks in a block; `index` has slices of its first axes."""
+        """The numbers of the chunks that `array[index]` lies in; `index` may lack the last axes."""
         whole, layers = slice(None), []
         cuts = itertools.zip_longest(index, self.shape, self.chunk, fillvalue=whole)
         for cut, size, width in cuts:

@@ -46,7 +46,8 @@ def restore(
     jax.Array or jax.ShapeDtypeStruct with a sharding it is an array so laid out, of which each
     process reads the chunks that its devices need. For one that is uncommitted or has no sharding
     it is an uncommitted array on the default device; for a NumPy array, a NumPy array; for a Python
-    number, a number of its type. For plain data, any value without arrays will do, such as None.
+    number, a number of its type. For plain data, any value without arrays will do, such as None. An
+    item without leaves, as plain SGD's state, was not saved, and comes back as the target's.
     With `partial`, leaves that only the checkpoint has are left unread: drop a new head from the
     target, and keep its fresh values. A target of arrays that no device holds yet:
 

@@ -50,9 +50,10 @@ class Shown:
 class Op:
     """One collective instruction, which runs `trips` times.
 
-    `arrays` are what each device puts in, as (dtype, dims), `source` is the operation that JAX
-    named, `groups` the numbers of the devices that take part together, of `group_size`; or each
-    (source, target) of a collective-permute, whose size is None.
+    `kind` is HLO's, as "all-gather", and `name` the instruction's. `arrays` are what each device
+    puts in, an `Array` each, `source` is the operation that JAX named, `groups` the numbers of the
+    devices that take part together, of `group_size`; or each (source, target) of a
+    collective-permute, whose size is None.
 
     Of a TPU's program: `strategy` is the compiler's name for how the chips exchange, `asynchronous`
     whether other work may stand between start and end. `notes` are of "padded" (the arrays are
@@ -149,9 +150,9 @@ def parted(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[An
 def by_axis(found: Collectives, mesh: Mesh | AbstractMesh) -> dict[tuple[str, ...], Collectives]:
     """A dict from tuples of mesh axes to the `Collectives` of `found` along exactly these.
 
-    Keys, and the axes in each, are in the order of `mesh`, the program's. An axis is in a key if
-    devices that take part together differ in their place along it: a sum over all devices of a mesh
-    of data and model has the key `("data", "model")`. What moves nothing is left out.
+    Keys, and the axes in each, are in the order of `mesh`, the program's (of a `ChipMesh` its
+    `abstract`). An axis is in a key if devices that take part together differ in their place along
+    it, as in `("data", "model")` for a sum over both. What moves nothing is left out.
 
     Raises:
       ValueError: a collective among other devices than those of the mesh, or, between slices of

@@ -23,7 +23,7 @@ _SUMS = ("reduce-scatter", "all-gather")  # what an all-reduce may do the work o
 
 
 class Difference(NamedTuple):
-    """The number of collectives compiled, `static`, and a device's ring bytes, before and after."""
+    """The compiled program's instructions, `static`, and a device's ring bytes in all trips."""
 
     static: int
     written: float
@@ -48,9 +48,13 @@ def differences(lowered: Any, compiled: Any, also: Iterable[Op] = ()) -> Differe
     """The `Differences`: what became in `compiled` of each collective written in `lowered`.
 
     Both are what `collectives` takes, of one program. `also` holds an `Op` for each collective that
-    the compiler is to insert; these count as written. A collective is recognised by its kind, its
-    elements and how many devices take part; one in a loop once for each trip, one of several arrays
-    by each. Names:
+    the compiler is to insert; these count as written. `tensor.collectives` makes those of tensor
+    parallelism. One of 8 devices in 12 trips, with `Array` from `shardwise.measure.hlo`:
+
+        Op("all-gather", "", (Array("bf16", (16, 512)),), 8, trips=12, notes=("expected",))
+
+    A collective is recognised by its kind, its elements and how many devices take part; one in a
+    loop once for each trip, one of several arrays by each. Names:
 
     - "as written"; "combined": several arrays in one; "narrowed" or "widened": to another dtype;
     - "padded": so that all shares are alike, and what trims them again;
@@ -63,8 +67,8 @@ def differences(lowered: Any, compiled: Any, also: Iterable[Op] = ()) -> Differe
     - "inserted": along axes left to the compiler, or outside of `jax.shard_map`;
     - "left over": none of these.
 
-    Summed over all names, `written` is what `lowered` and `also` send, and `compiled` what
-    `compiled` sends, both for the device that sends the most in `lowered`.
+    `sum(d.written for d in found.values())` is what `lowered` and `also` send, and the same sum of
+    `d.compiled` what `compiled` sends, both for the device that sends the most in `lowered`.
     """
     if isinstance(lowered, jax.stages.Lowered):
         lowered = hlo.lowered(lowered)  # read here, since nothing in it need be written by hand

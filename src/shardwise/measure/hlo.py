@@ -44,7 +44,7 @@ _LOCAL = re.compile(
 
 
 class Array(NamedTuple):
-    """An array's type in a program: its dtype as HLO writes it, and its sizes."""
+    """An array's type in a program: its dtype as HLO writes it ("f32", "s32"), and its sizes."""
 
     dtype: str
     dims: tuple[int, ...]

@@ -48,8 +48,9 @@ def shardings(rule: Any, tree: Any, mesh: Mesh) -> Any:
 def place(tree: Any, rule: Any, mesh: Mesh) -> Any:
     """`tree` with each array laid out by `rule`, wherever it was; raises as `shardings` does.
 
-    The result may share memory with an array that has this layout already: after donating one of
-    them, use neither.
+    Of several processes all call it together, and a NumPy array has to be whole, and the same, in
+    each of them. The result may share memory with an array that has this layout already: after
+    donating one of them, use neither.
     """
     return jax.device_put(tree, shardings(rule, tree, mesh))
 
@@ -122,7 +123,11 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """The layout of a tree, which prints as a table: `rows`, and the tree's `whole_bytes`."""
+    """The layout of a tree, which prints as a table.
+
+    `rows` has for each array its `path`, `shape`, `spec`, `bytes` on each device, and `why` all
+    hold it whole, or "". `whole_bytes` is the tree's size, `mesh` a text with the mesh's sizes.
+    """
 
     rows: list
     whole_bytes: int
@@ -130,6 +135,7 @@ class Description:
 
     @property
     def bytes_per_device(self):
+        """The bytes of all rows on each device."""
         return sum(row.bytes for row in self.rows)
 
     @property

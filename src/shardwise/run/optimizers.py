@@ -30,9 +30,10 @@ class Guarded(NamedTuple):
 def averaged(tx: Any, decay: float) -> optax.GradientTransformation:
     """`tx`, keeping an exponential moving average of the parameters beside its own state.
 
-    The state's `sum` starts from zero: divided by 1 - decay^count, what its weights add up to, it
-    is a mean of the parameters after each step (Kingma and Ba, 2015, section 3). It is float32 at
-    least: in bfloat16 its small updates, such as a hundredth of a difference, would round away.
+    The state has `count`, the number of steps, `sum`, and `inner`, the state of `tx`. The sum
+    starts from zero: divided by 1 - decay^count, what its weights add up to, it is a mean of the
+    parameters after each step (Kingma and Ba, 2015, section 3). It is float32 at least: in bfloat16
+    small updates would round away.
     """
 
     def init(params):
@@ -54,7 +55,9 @@ def averaged(tx: Any, decay: float) -> optax.GradientTransformation:
 
 def guarded(tx: Any, limit: float = float("inf"), halt: bool = False) -> Any:
     """`tx` with a guard: a step whose gradients' norm is not finite, or above `limit`, changes
-    neither parameters nor state. With `halt` no step after it changes them either.
+    neither parameters nor `inner`, the state of `tx` in the guard's. With `halt` no step after it
+    changes them either. The guard's state has further `norm`, that of the last step's gradients,
+    `bad`, whether that step was bad, and `halted`, whether one was, with `halt`.
     """
 
     def init(params):

@@ -182,7 +182,7 @@ class Settings:
             raise ValueError(f"run: limit={self.limit}; expected a norm above 0.")
 
     def profiled(self) -> range:
-        """The steps of which a trace is made; a ValueError where `profile` is no such pair."""
+        """The range of the steps to trace; a ValueError where `profile` is no pair of steps."""
         if self.profile is None:
             return range(0)
         first, _, last = self.profile.partition(":")

@@ -71,8 +71,8 @@ def standing() -> Stop | None:
 
 
 def join(processes: Processes | None = None, devices: int | None = None) -> None:
-    """Call `shardwise.processes.join`, and raise what it does, with a run's `settings.processes`
-    and `settings.devices`. Until `leave` a signal that asks for a stop is remembered, for `train`.
+    """Join the other processes of a run, by its `settings.processes` and `settings.devices`, as
+    `shardwise.processes.join` does. A signal that asks for a stop before `leave` stops `train`.
     """
     told = processes or Processes()
     with contextlib.ExitStack() as on_failure:

@@ -49,7 +49,8 @@ def train(
       loss: a function of (params, batch) or (params, batch, key), as in `shardwise.layouts`; a new
         run judges it before its first step, as `objective.check` does.
       batches: an endless `grain.MapDataset` of single rows, of which step k takes the k-th
-        `settings.batch`; or an iterator of whole batches with get_state and set_state, as Grain's.
+        `settings.batch`; or an iterator, with get_state and set_state as Grain's, of batches of
+        `settings.batch` rows. Each of several processes gets the same whole batches from its own.
       tx: an optax transformation; by default `settings.optimizer`'s.
       validation: a `grain.MapDataset` of rows, of which evaluations read the first batches; without
         one there are no evaluations, and no samples.

@@ -19,11 +19,12 @@ _GIB = 2**30
 class Chip:
     """A chip's peaks, memory and links, for one chip unless told, in FLOP/s, bytes and bytes/s.
 
-    A TPU's `links` go one way along each side of a torus of `dimensions` axes; an axis closes into
-    a ring from `ring_from` chips on (a multiple of it); a slice has `largest` at most. A GPU sends
-    `link_bandwidth` into the switch that joins the `node` GPUs of a node (NVLink's); `target` is
-    what XLA is told of one that is not there. Into the network between slices, or nodes, a *device*
-    sends `dcn_bandwidth`.
+    `flops` has pairs of a dtype's name and the FLOP/s in it: `dict(chip.flops)["bfloat16"]`. A TPU
+    has `links` links, two along each of the `dimensions` axes of a torus, and over one it sends
+    `link_bandwidth`, and receives as much. An axis closes into a ring from `ring_from` chips on (a
+    multiple of it); a slice has `largest` at most. A GPU sends `link_bandwidth` into the switch
+    that joins the `node` GPUs of a node (NVLink's); `target` is what XLA is told of one that is not
+    there. Into the network between slices, or nodes, a *device* sends `dcn_bandwidth`.
 
     `host_bandwidth` is PCIe's between a chip and its host, each way, and `host_bytes` the chip's
     part of the host's memory; None where no source says. `usable_hbm` is what the compiler lets a

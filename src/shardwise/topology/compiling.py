@@ -41,8 +41,9 @@ class Compiled:
     """A program as the compiler made it: a value, which `measure` reads and which cannot run.
 
     `text` is optimized HLO, in the order in which it is executed; `buffers` are the largest arrays;
-    `coordinates` has for each device of the mesh its place along each axis of the torus, its core
-    and its slice; or its number in its node, and the node.
+    `sizes` are the bytes of arguments, outputs, aliases, temporaries and code on a device, `report`
+    the compiler's text on memory, or ""; `coordinates` has for each device of the mesh its place
+    along each axis of the torus, its core and its slice; or its number in its node, and the node.
     """
 
     mesh: ChipMesh
@@ -65,7 +66,7 @@ class Compiled:
         return self.text
 
     def memory_analysis(self) -> SimpleNamespace:
-        """The bytes on each device, by the names that JAX gives them."""
+        """The bytes on each device, by JAX's names, such as `temp_size_in_bytes`."""
         pairs = zip(_SIZES, self.sizes, strict=True)
         return SimpleNamespace(**{f"{kind}_size_in_bytes": size for kind, size in pairs})
 

@@ -137,7 +137,7 @@ class ChipMesh:
         return "cuda" if self.chips.chip.node else "tpu"
 
     def across_slices(self) -> tuple[int, ...]:
-        """For each of `axes`, the number of parts that borders of slices, or nodes, cut it into."""
+        """A tuple: for each of `axes`, into how many parts borders of slices, or nodes, cut it."""
         chips = self.chips
         return mesh.across_groups("topology", self.shape, chips.slices, chips.groups)
 
