@@ -233,7 +233,7 @@ def _in_chunks(decoder, x, batch):
 def loss(
     params: Any, batch: dict[str, Any], key: jax.Array | None = None, graphdef: Any = None
 ) -> objective.Mean:
-    """An `objective.Mean`: the sum of -log p over real tokens, in nats, and their number.
+    """An `objective.Mean`: `.total`, the sum of -log p (nats) over real tokens, and their `.count`.
 
     Dividing once, at the very end, makes any padding, masking, sharding or accumulation exact.
     `params` is a `Decoder`, or its state with the `graphdef` that `nnx.split` gave, which

@@ -40,10 +40,11 @@ def activations(
     """A dict from names in a model's `marks.constrain` to the PartitionSpecs of these activations.
 
     `rules.jit(..., names=activations(...))` pins them so. A `layouts.Layout` does it by itself.
-    Rows are cut over `rows`, tokens over `context`, and logits over `axis` too. With `sequence`,
-    tokens are cut over `axis` as well between the products. Then what enters attention and the MLP
-    and what is cut inside them is pinned, too: left free, XLA for CPU keeps the tokens cut there,
-    and gathers weights.
+    The names are "embedding_output", "attention_output", "mlp_output" and "logits". Rows are cut
+    over `rows`, tokens over `context`, and logits over `axis` too. With `sequence`, tokens are cut
+    over `axis` as well between the products, and what enters attention and the MLP or is cut in
+    them is pinned, too, as "attention_input", "mlp_input", "attended" and "mlp_hidden": left free,
+    XLA for CPU keeps the tokens cut there, and gathers weights.
     """
     tokens = (*axes_of(context), *axes_of(axis)) if sequence else axes_of(context)
     between = ("embedding_output", "attention_output", "mlp_output")
@@ -108,9 +109,9 @@ def collectives(
     """A dict of the collectives of a step, forward and backward, along an axis of `n` devices.
 
     Its keys are "embedding", "layers", "head", "loss" and "norms". Its values are lists of
-    collectives, each with its `kind`, the `arrays` that a device puts in, how often it runs
-    (`trips`), and the `ring_bytes` that a device sends in all. The n devices have the same `rows` ×
-    `length` tokens, and activations have `itemsize` bytes an entry.
+    `measure.counts.Op`: `kind`, such as "all-reduce", the `arrays` (dtype, dims) that a device puts
+    in, how often it runs (`trips`), the `ring_bytes` that a device sends in all. The n devices have
+    the same `rows` × `length` tokens, and activations have `itemsize` bytes an entry.
 
     A layer sums an activation, rows × length × embed entries, four times: after attention and
     after the MLP, and backward before each; without `mlp`, around attention alone. So does the

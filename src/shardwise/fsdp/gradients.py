@@ -41,9 +41,9 @@ def value_and_grad(
 
     The loss is written for one device. `loss`, `has_aux`, `aux` and `microbatches` are as in
     `objective.value_and_grad`, except that the rows of an aux joined by "concatenate" stay cut.
-    `params` lie as `rule` says (`rules.place(params, rule, mesh)`), and so does the gradient; the
-    rows of `batch` are cut over `replicate` and the rule's axis, and `args` are the same on every
-    device.
+    `params` lie as `rule` says (`rules.place(params, rule, mesh)`), and so does the gradient. The
+    function itself cuts the rows of the whole `batch`, however it lies, over `replicate` and the
+    rule's axis. `args` are the same on every device.
 
     A stacked array is gathered at `marks.use`, one layer at a time, and until then must not be
     read. If the layer is rematerialised (`jax.checkpoint` around the body that calls `use`), it is
@@ -61,14 +61,15 @@ def value_and_grad(
     Args:
       rule: how parameters are cut; or only the mesh axis, or several as one, along which they are
         cut as `fsdp.rule` says.
-      apart: a rule for arrays that stay cut along axes by hand and are never gathered, as experts.
+      apart: a rule, as `rules` has them. An axis of an array that it cuts is never gathered, as
+        of experts: each device uses its part. `rule` has to cut it alike, over rows or columns.
       replicate: mesh axes over which the shards are copied (hybrid sharding); gradients are summed
         over them too.
       columns: mesh axes over which the sequence is cut, axis 1 of each array of the batch that has
         two or more. Tokens then see each other in `marks.attend` alone, by a meaning that knows
         these axes; the loss has to return an `objective.Mean`.
       order: a function of (size, parts) that returns the order in which the sequence is cut, such
-        as `context.zigzag`; default the sequence's own.
+        as `context.zigzag`; default the sequence's own. The function itself permutes the batch.
       meanings: {mark: meaning} to bind for the loss, such as `{"attend": context.ring("context")}`.
       who: the name of the function that was called, for errors.
       zero: ZeRO's number. 3 as above; 2 gathers all before the loss and scatters the gradients of

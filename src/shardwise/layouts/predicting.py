@@ -95,7 +95,7 @@ def predict(
 
 
 def describe(layout: Layout, params: Any) -> Any:
-    """A table of how each parameter lies: path, shape, spec, bytes on a device; if whole, why."""
+    """How `params` lie, which may be abstract: the `Description` that `rules.describe` returns."""
     _whole(layout, array_layouts(layout, params), abstract(params), "layouts.describe")
     return rules.describe(parameter_rule(layout), params, layout.auto)
 

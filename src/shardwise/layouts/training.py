@@ -92,7 +92,9 @@ def value_and_grad(
     `has_aux`, `aux` and keys: see `shardwise.objective`.
 
     Where the layout divides batches, the first call with real arrays judges the loss, as
-    `objective.check` does; `check=False` leaves that out. What is traced or lowered is not judged.
+    `objective.check` does; `check=False` leaves that out. The function is jitted, except for an
+    exact layout, which refuses a jit around it. Within a jit of yours the loss is not judged, and a
+    warning says so (call `objective.check` once); nor is it by the function's `lower` and `trace`.
 
     Raises, when called:
       Indivisible: a loss that changes if its batch is divided (a ValueError).
@@ -112,7 +114,8 @@ def value_and_grad(
 def value(layout: Layout, loss: Callable, has_aux: bool = False, aux: Any = "sum") -> Callable:
     """A function of `(params, batch, *args, key=None)`: the mean over the batch, or (mean, aux).
 
-    It is for an evaluation: the backward pass is not computed, and the loss not judged.
+    It is for an evaluation: the backward pass is not computed, and the loss not judged. It is
+    jitted, except for an exact layout.
     """
     run = gradients.mean_and_grad(layout, loss, has_aux, aux, "layouts.value", backward=False)
 
@@ -150,8 +153,8 @@ def step(
     parameters that the loss sets, such as running statistics. The optimizer's update of these is
     dropped, but it gets their gradients. The loss then returns `(mean, aux)`, whatever `has_aux`
     says, and its aux is a dict whose entry "frozen" is {path: new value}; values of parts of the
-    batch are averaged. The step returns the dict's other entries as aux, joined as `aux` says: an
-    empty dict if there are none.
+    batch are averaged, each part alike whatever its count. The step returns the dict's other
+    entries as aux, joined as `aux` says: an empty dict if there are none.
 
     Raises, when called:
       Indivisible: a loss that changes if its batch is divided (a ValueError).

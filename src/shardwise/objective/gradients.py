@@ -23,7 +23,9 @@ def value_and_grad(
     `has_aux` it returns that and a tree, and what comes back is `((mean, tree), grads)`. With m
     microbatches the batch is taken in m parts, one after the other, with the activations of one in
     memory at a time; `aux` says how their trees become one: "sum", "mean", "max" or "concatenate"
-    (in the order of rows), or a prefix tree of these.
+    (in the order of rows), or a prefix tree of these. "mean" weighs each part alike, whatever its
+    count. By "sum" a mean in a tree comes back times the number of parts: here the microbatches, in
+    `fsdp` and `layouts` by hand these times the devices that divide the batch, or exact blocks.
 
     Raises, when called:
       TypeError: outputs that are no loss.

@@ -35,10 +35,10 @@ def own(
     """All layouts of your program over data and fsdp, with microbatches, from a trace of its loss.
 
     `create(key)`, `loss(params, batch)` and `tx` are those of `layouts.init` and `layouts.step`.
-    `batch` has all rows of a step; only its shapes and dtypes are used. Layouts are by hand, with
-    ZeRO 3; `settings` are further ones: min_size, stacked, dtype, reduce_dtype, remat, kernel. No
-    array of the model is allocated, and no step is run. Roles that need marks in the loss (tensor,
-    context, expert, stage) are not proposed.
+    The loss gets no key: `key=` needs a default. `batch` has all rows of a step; only its shapes
+    and dtypes are used. Layouts are by hand, with ZeRO 3; `settings` are further ones: min_size,
+    stacked, dtype, reduce_dtype, remat, kernel. No array of the model is allocated, and no step is
+    run. Roles that need marks in the loss (tensor, context, expert, stage) are not proposed.
 
     Parameters, state, and the bytes that the program asks to send (without sums of aux) are exact.
     What a step needs besides is an estimate, the sum of
@@ -53,8 +53,9 @@ def own(
     17 decoders of layers in scans, 11 % low to 5 % high for networks of Flax's parts in none.
     `shardwise plan --own FILE --chips v5e:4x4 --compile 3` has it judge the best three. In Python,
     `from shardwise.plan import compiling` has a function that judges one candidate of what
-    `found = own(...)` returned, `compiling.check(candidate, found)`; `topology.compile` judges a
-    layout that is not among these.
+    `found = own(...)` returned, `compiling.check(candidate, found)`: what comes back has `.fit`, as
+    `measure.fits` returns it, and `.sent`, {kind: ring bytes} of the compiled program.
+    `topology.compile` judges a layout that is not among these.
 
     Seconds are a roofline. FLOPs of products are counted in the program of one device, compiled for
     this machine, and taken to grow with the rows; MFU counts three times those of the forward pass,

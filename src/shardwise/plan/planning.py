@@ -45,13 +45,20 @@ class Candidate:
     def sent(self) -> tuple[Sent, ...]:
         """The ring bytes that a device sends in a step, of each kind the most of any stage.
 
-        Each entry has `.roles` (several as one), a `.kind` such as "weights", and `.bytes`.
+        Each entry has `.roles` (a tuple; several as one), `.bytes` and a `.kind`: "weights",
+        "gradients", "attention", "activations", "tokens", "stages", "loss" or "counts".
         """
         return self.costs()[0]
 
     @property
     def step(self) -> Step:
-        """The step on the busiest stage: its `.seconds`, and those of its parts."""
+        """The step on the busiest stage: its `.seconds`, and those of its parts.
+
+        These are `.arithmetic`, `.weights` (to read them), `.update`, `.host` (one way), `.waited`
+        and `.hidden` (transfers that products wait for, and others). `.in_turn` are the seconds if
+        nothing ran beside anything, `.bound` if all did. `.bubble` is the share that stages wait,
+        `.binds` names what takes longest. Each of `.transfers` has `.sent`, `.over`, `.seconds`.
+        """
         return self.costs()[1]
 
     @property
@@ -89,7 +96,11 @@ class Plan:
         variants: Callable[[Roles], Iterable[Roles]],
         candidate: Callable[[Roles], Candidate],
     ) -> "Plan":
-        """The plan with `candidate(v)` for each v in `variants(d)`, for valid d in `divisions`."""
+        """A new `Plan` with its layouts sorted; for `plan` and `own`, not for users.
+
+        Of `divisions`, `Roles` in one microbatch, those that cannot be (a role does not divide what
+        it cuts, say) go to `refused`. Of others `variants` yields `Roles` to make candidates of.
+        """
         fitting, too_large, refused = [], [], []
         for division in divisions:
             if told := roles.refusal(division, self.config, self.chips, self.batch, self.sequence):
@@ -117,7 +128,7 @@ class Plan:
 
     @property
     def best(self) -> tuple[Candidate, ...]:
-        """The best of each division of the devices, over microbatches and what is recomputed."""
+        """The best `Candidate` of each division of devices, the fastest first; () if none fits."""
         found = {tuple(c.roles.sizes.items()): c for c in reversed(self.fitting)}
         return tuple(sorted(found.values(), key=_order))
 

@@ -106,12 +106,12 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
 
 
 def spread(name: str, devices: int, microbatches: int) -> Schedule:
-    """`SCHEDULES[name]` with as many stages on each device as it takes, two or one.
+    """The `Schedule` of `SCHEDULES[name]` with two stages on each device, or else with one.
 
-    For comparisons that loop over `SCHEDULES`: some take one stage on a device, some two.
+    For comparisons that loop over `SCHEDULES`: one stage is tried only where two are refused.
 
     Raises:
-      ValueError: it takes no such numbers, or there is no such schedule.
+      ValueError: it takes neither, or there is no such schedule.
     """
     if name not in SCHEDULES:
         raise ValueError(f"spread: no schedule {name!r}; there are {', '.join(SCHEDULES)}.")

@@ -31,10 +31,11 @@ class Halves:
     - `to_weights(params, data, residuals, pending) -> gradients`.
 
     `residuals` is what `forward` keeps, of the shapes `kept`. `pending` is what `to_input` has
-    computed and `to_weights` needs (which for the first stage does everything); the attribute is
-    its shapes. Cotangents are those of the stage's `seeds`.
-    `undivided` names the primitives that yield both halves at once and could not be cut: they run
-    in `to_input`. Effects run once: in `forward`, or in `whole`, or in `to_input`.
+    computed and `to_weights` needs; the attribute is its shapes. In the first stage, which has no
+    carry, `to_input` just passes the cotangents on as pending, and `to_weights` does everything.
+    Cotangents that go in are those of the stage's `seeds`. `undivided` names the primitives that
+    yield both halves at once and could not be cut: they run in `to_input`. Effects run once: in
+    `forward`, or in `whole`, or in `to_input`.
     """
 
     stage: Stage

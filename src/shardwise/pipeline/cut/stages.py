@@ -19,14 +19,18 @@ CAST = "convert_element_type"
 class Stage:
     """One stage: `function(params, data, carry) -> outputs`, each a list in the order given here.
 
-    `rows` is a dict with an entry for each parameter leaf that lives here, by its number: (a, b) if
-    rows a to b - 1 of it do, None if all of it does. `data` are the numbers of the batch's (and
-    further arguments') leaves that it reads. Where it slices something computed from these, such as
-    the keys of all layers, `starts` has the first row of each slice, and goes in as the last of the
-    data, int32 [k]: so stages that differ in rows alone share a program. `params`, `inputs`,
-    `carry` and `outputs` are shapes; the last stage's outputs are the loss's. `seeds` are the
-    numbers of the outputs that have cotangents: all that are floating-point; in the last stage the
-    first alone.
+    `index` counts from 0; `last` says whether it is the last. `rows` is a dict with an entry for
+    each parameter leaf that lives here, by its number: (a, b) if rows a to b - 1 of it do, None if
+    all of it does. `data` are the numbers of the batch's (and further arguments') leaves that it
+    reads. Where it slices something computed from these, such as the keys of all layers, `starts`
+    has the first row of each slice, and goes in as the last of the data, int32 [k]: so stages that
+    differ in rows alone share a program.
+
+    Lists of `jax.ShapeDtypeStruct` are `params`, of the parameters in the order of `rows` and of
+    these rows alone; `inputs`, what the function takes as data; `carry`, what the stage before
+    gives, and none in the first; `outputs`, the next stage's carry, in the last stage the leaves of
+    what the loss returns. `seeds` are the numbers of the outputs that have cotangents: all that are
+    floating-point; in the last stage the first alone.
     """
 
     index: int
@@ -50,11 +54,12 @@ class Cut(NamedTuple):
 
 
 def stages(loss: Callable, params: Any, *data: Any) -> Cut:
-    """The stages of `loss(params, *data)`, as `.stages`, and as `.shapes` those of what it returns.
+    """The stages of `loss(params, *data)`: a pair with `.stages` and `.shapes`.
 
-    For k calls of `marks.stage_boundary` there are k + 1 `Stage`s. Arguments may be abstract. A
-    parameter of which every stage takes only rows of its own, by a static slice, of it or of its
-    cast, lives in rows; one that several stages read lives on each.
+    `.stages` is the list of `Stage`s, k + 1 for k calls of `marks.stage_boundary`; `.shapes` is the
+    tree that the loss returns, of `jax.ShapeDtypeStruct`. Arguments may be abstract. A parameter of
+    which every stage takes only rows of its own, by a static slice, of it or of its cast, lives in
+    rows; one that several stages read lives on each.
 
     Raises:
       ValueError: a mark where the program cannot be cut, or around no array; an effect that asks
