@@ -8,7 +8,6 @@ in einsums: b batch, s sequence, e embed, h heads, k kv_heads, d head_dim, m mlp
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -202,9 +201,7 @@ def _nats(logits, batch):
 
 
 def _in_chunks(decoder, x, batch):
-    """`_nats` of what `Decoder.hidden` returned, in chunks of every n-th token of a row: so a row
-    that devices cut has chunks that are cut likewise.
-    """
+    """`_nats` of hidden activations, in chunks of every n-th token: cut as devices cut the row."""
     n = decoder.config.loss_chunks
     if (type(decoder).__call__, type(decoder).route) != (Decoder.__call__, Decoder.route):
         raise ValueError(
@@ -214,9 +211,9 @@ def _in_chunks(decoder, x, batch):
     if x.shape[1] % n:
         raise ValueError(
             f"model.loss: loss_chunks={n} does not divide the {x.shape[1]} tokens of a row, or of "
-            f"a device's part of it; take a number that does, such as {math.gcd(n, x.shape[1])}."
+            f"a device's part of it; expected a divisor."
         )
-    given = {"x": x, "targets": batch["targets"], "mask": batch["mask"]}
+    given = dict(x=x, targets=batch["targets"], mask=batch["mask"])
     cut = {name: a.reshape(len(a), -1, n, *a.shape[2:]) for name, a in given.items()}
     graphdef, state = nnx.split(decoder.last)
     used = jax.lax.stop_gradient(state)

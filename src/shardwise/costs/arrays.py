@@ -21,10 +21,10 @@ class Roles:
     """The number of devices of each role of a layout; these multiply to that of all devices.
 
     `mesh.make(**roles.axes)` is their mesh, with an axis named after each role, and the layout is
-    `layouts.Layout(grid, fsdp="fsdp", ...)`, with each role above 1 on its axis, `microbatches`,
-    and `sequence=True` with tensor, `attention="zigzag"` with context. For a decoder, `plan.text`
-    prints that of the best in full, as "code". `stage` and `loss_chunks` go into `model.Config`,
-    as `stages` and `loss_chunks`.
+    `layouts.Layout(grid, fsdp="fsdp", ...)`, with each axis of `roles.axes` for its role, with
+    `microbatches`, `sequence=True` with tensor, `attention="zigzag"` with context. For a decoder,
+    `plan.text` has that of the best in full, as "code". `stage` and `loss_chunks` go into
+    `model.Config`, as `stages` and `loss_chunks`.
 
     `expert` is an axis of its own, along which all but the experts is whole. With `remat` a layer
     is recomputed in the backward pass from what enters it, so that the layout's `remat=` is

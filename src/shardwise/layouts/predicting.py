@@ -56,7 +56,7 @@ def predict(
     gradients, attention, by the parameters' logical axes heads, kv_heads and head_dim. A mixture's
     dispatch depends on what a router chooses, and is left out (`experts.bytes_sent`). Along the
     tensor axis it is Megatron's formula (`tensor.bytes_sent`), with what rematerialised layers send
-    again, but not what a loss in chunks does (`model.Config`): with the sequence cut, one gather.
+    again, but without the one gather more of a loss in chunks (`model.Config`), where it is cut.
 
     By the compiler, `held` is exact, and `sent` what the layout asks for: the bytes of the same
     roles by hand, with keys and values gathered along context. What a compiler inserted,
