@@ -32,11 +32,15 @@ MASKS = [marks.causal, window, prefix, both_ways]
 
 
 def random_case(rows, length, heads, kv_heads, size, order, n, seed=0, dtype=jnp.float32):
-    """(q, k, v, weights of the output), `Places` of packed documents, and the order [length]."""
+    """(q, k, v, weights of the output), `Places` of packed documents, and the order [length].
+
+    `size` is of a head's entries, or two: of queries and keys, and of values.
+    """
     draw = np.random.default_rng(seed)
+    size, depth = size if isinstance(size, tuple) else (size, size)
     arrays = [
-        draw.normal(size=(rows, length, h, size)).astype(dtype)
-        for h in (heads, kv_heads, kv_heads, heads)
+        draw.normal(size=(rows, length, *last)).astype(dtype)
+        for last in ((heads, size), (kv_heads, size), (kv_heads, depth), (heads, depth))
     ]
     documents = np.sort(draw.integers(0, 3, (rows, length)), axis=1)
     positions = [[row[:i].tolist().count(row[i]) for i in range(length)] for row in documents]
@@ -78,15 +82,15 @@ def assert_equal_to_one_device(form, n, mask, arrays, places, order, rtol=1e-6):
     one = jax.jit(functools.partial(run, marks.attend, mask=mask))(arrays, places)
     lowered = over_devices(form, n, mask).lower(*in_order((arrays, places), order))
     compiled = lowered.compile()
-    assert_bytes_are_the_formula(form, n, lowered, compiled, *arrays[:2])
+    assert_bytes_are_the_formula(form, n, lowered, compiled, *arrays[:3])
     many = compiled(*in_order((arrays, places), order))
     for a, b in zip(in_order(many, np.argsort(order)), one, strict=True):
         # Sums in another order: some float32 roundings of the largest entries.
         np.testing.assert_allclose(a, b, rtol=0, atol=rtol * max(1, np.abs(b).max()))
 
 
-def assert_bytes_are_the_formula(form, n, lowered, compiled, q, k):
-    expected = sum(form.bytes_sent(n, q, k))
+def assert_bytes_are_the_formula(form, n, lowered, compiled, q, k, v):
+    expected = sum(form.bytes_sent(n, q, k, v))
     assert measure.collectives(lowered).ring_bytes == expected
     if n > 2 or not isinstance(form, context.ring):  # XLA merges the only hop of both passes
         assert measure.collectives(compiled).ring_bytes == expected
@@ -98,10 +102,10 @@ def copied(axis):
 
 # Rows, length, heads, kv heads, head_dim, n; lengths even and odd, groups of 1 to 4.
 CASES = [
-    (2, 24, 4, 2, 6, 4, context.ring, context.zigzag, prefix),
+    (2, 24, 4, 2, (6, 4), 4, context.ring, context.zigzag, prefix),
     (1, 27, 3, 3, 4, 3, context.ring, context.contiguous, window),
-    (2, 24, 4, 2, 6, 4, context.all_gather, context.striped, marks.causal),
-    (1, 32, 8, 2, 4, 4, copied, context.zigzag, prefix),
+    (2, 24, 4, 2, (3, 5), 4, context.all_gather, context.striped, marks.causal),
+    (1, 32, 8, 2, (4, 6), 4, copied, context.zigzag, prefix),
     (1, 35, 2, 1, 4, 5, context.ring, context.striped, both_ways),
     (2, 16, 4, 1, 4, 2, context.ring, context.zigzag, marks.causal),
     (1, 9, 4, 1, 4, 3, context.all_gather, context.contiguous, window),
@@ -133,7 +137,8 @@ def test_random_cases_equal_one_device(choice):
     if form is context.ulysses:
         kv_heads *= n
     length = 2 * n * choice.draw(st.integers(1, 5))
-    rows, size, seed = choice.draw(st.integers(1, 2)), draw(2, 6), choice.draw(st.integers(0, 99))
+    rows, size = choice.draw(st.integers(1, 2)), draw(2, 6, (6, 4), (2, 3))
+    seed = choice.draw(st.integers(0, 99))
     sizes = rows, length, kv_heads * group, kv_heads, size
     arrays, places, order = random_case(*sizes, order, n, seed)
     assert_equal_to_one_device(form("context"), n, mask, arrays, places, order, rtol=2e-6)

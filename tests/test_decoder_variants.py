@@ -18,6 +18,9 @@ SIZES = dict(embed=32, layers=2, heads=16, kv_heads=8, head_dim=2, mlp=48, vocab
 CONFIGS = {
     "gemma": dict(tied=True, norms="both", activation="gelu", qk_norm="head", qkv_bias=True),
     "olmo": dict(norms="after", qk_norm="heads"),
+    "deepseek": dict(experts=8, capacity_factor=1.25, mlp=16, router="sigmoid", router_bias=True)
+    | dict(shared_experts=1, latent=12, query_latent=20, kv_heads=16, head_dim=6, rope_dim=2)
+    | dict(value_dim=4, dense_layers=1, dense_mlp=48),
     "qwen": dict(qkv_bias=True, qk_norm="head", experts=8, capacity_factor=1.25, mlp=16),
 }
 KEY, TX = jax.random.key(3), optax.sgd(1.0)  # a step is the gradient
@@ -60,7 +63,7 @@ def alone(name):
 
 LAYOUTS = ["fsdp, context, tensor", "stage, fsdp, tensor by hand", "fsdp, tensor by compiler"]
 LAYOUTS += ["fsdp", "stage, fsdp", "fsdp, expert, context"]
-STANDING = {("olmo", LAYOUTS[0]), ("qwen", LAYOUTS[5])}
+STANDING = {("olmo", LAYOUTS[0]), ("qwen", LAYOUTS[5]), ("deepseek", LAYOUTS[5])}
 STANDING |= {("gemma", LAYOUTS[1]), ("gemma", LAYOUTS[2])}
 
 
@@ -68,7 +71,7 @@ CASES = [
     (n, x)
     for n, config in CONFIGS.items()
     for x in LAYOUTS
-    if "expert" not in x or "experts" in config
+    if ("expert" not in x or "experts" in config) and ("stage" not in x or n != "deepseek")
 ]
 OTHERS = [case for case in CASES if case not in STANDING]
 CHUNKED = "gemma", LAYOUTS[0]
@@ -121,8 +124,12 @@ def test_a_variant_has_the_parameters_that_it_says(name):
     assert ("blocks/attention_norm/scale" in paths) == (config.norms != "after")
     assert ("blocks/mlp_end/scale" in paths) == (config.norms != "before")
     shapes = {"/".join(map(str, k)): v.shape for k, v in nnx.to_flat_state(program_state(config))}
-    width = {"head": (2, 2), "heads": (2, 8, 2)}[config.qk_norm]
-    assert shapes["blocks/k_norm/scale"] == width
+    width = {"head": (2, 2), "heads": (2, 8, 2), "": None}[config.qk_norm]
+    assert shapes.get("blocks/k_norm/scale") == width
+    assert ("blocks/latent/q_down/kernel" in paths) == bool(config.latent)
+    assert (
+        ("dense/gate/kernel" in paths) == ("dense/latent/kv/kernel" in paths) == bool(config.latent)
+    )
 
 
 def program_state(config):

@@ -24,9 +24,10 @@ KEY = jax.random.key(0)
 def arrays(rows, size, heads, kv_heads, depth, dtype=jnp.float32):
     """(q, k, v, what weighs the output, places of packed documents)."""
     keys = jax.random.split(KEY, 5)
-    shapes = (heads, kv_heads, kv_heads, heads)
+    depth, width = depth if isinstance(depth, tuple) else (depth, depth)
+    shapes = (heads, depth), (kv_heads, depth), (kv_heads, width), (heads, width)
     pairs = zip(keys, shapes, strict=False)
-    found = [jax.random.normal(k, (rows, size, n, depth), dtype) for k, n in pairs]
+    found = [jax.random.normal(k, (rows, size, *last), dtype) for k, last in pairs]
     documents = jnp.sort(jax.random.randint(keys[4], (rows, size), 0, 4), axis=1)
     return *found, marks.places({"documents": documents}, rows, size)
 
@@ -34,7 +35,7 @@ def arrays(rows, size, heads, kv_heads, depth, dtype=jnp.float32):
 @pytest.mark.parametrize(
     "shape, dtype, tolerance",
     [
-        ((2, 256, 4, 2, 24), jnp.float32, 2e-6),
+        ((2, 256, 4, 2, (144, 24)), jnp.float32, 2e-6),
         pytest.param((1, 384, 3, 1, 128), jnp.bfloat16, 2e-2, marks=pytest.mark.slow),
     ],
 )

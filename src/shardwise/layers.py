@@ -1,6 +1,7 @@
 """The decoder's sizes, and what its layers are made of; `shardwise.model` has the decoder."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,7 @@ _CHOICES = {
     "norms": ("before", "after", "both"),
     "activation": ("silu", "gelu"),
 }
+_WIDTHS = "rope_dim", "value_dim", "latent", "query_latent", "dense_layers", "dense_mlp"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,18 +60,38 @@ class Config:
     activation: str = "silu"  #: The function of an MLP's gate, "silu", or "gelu" by tanh.
     rope_theta: float = 10_000.0  #: Base of the wavelengths of rotary positions.
     norm_epsilon: float = 1e-6  #: What RMSNorm adds to the mean square.
+    rope_dim: int = 0  #: Last entries of a head's queries and keys that positions turn; 0 for all.
+    value_dim: int = 0  #: Entries of a head's values; 0 for `head_dim`.
+    latent: int = 0  #: Width from which all heads' keys and values are made; 0: from activations.
+    query_latent: int = 0  #: Width from which queries are made, beside `latent`; 0 likewise.
+    dense_layers: int = 0  #: First layers that have one MLP in place of experts.
+    dense_mlp: int = 0  #: Hidden size of the MLP of a dense layer.
 
     def __post_init__(self):
         for name, wrong, expected in self._mistakes():
             if wrong:
                 raise ValueError(f"Config: {name}={getattr(self, name)!r} must be {expected}.")
 
+    @property
+    def depth(self) -> int:
+        """The number of entries of a head's values."""
+        return self.value_dim or self.head_dim
+
+    @functools.cached_property
+    def stacks(self) -> tuple["Config", ...]:
+        """The config of each stack of equal layers: of the dense ones, if any, and of others."""
+        if not (n := self.dense_layers):
+            return (self,)
+        dense = dict(layers=n, mlp=self.dense_mlp, experts=0, shared_experts=0)
+        each = dense | dict(capacity_factor=None), dict(layers=self.layers - n)
+        return tuple(dataclasses.replace(self, dense_layers=0, dense_mlp=0, **x) for x in each)
+
     def _mistakes(self) -> Iterator[tuple[str, Any, str]]:
         """(field, whether it is wrong, what it has to be) of each."""
         sizes = ("vocab", "embed", "layers", "heads", "kv_heads", "head_dim", "mlp", "stages")
         for name in (*sizes, "loss_chunks"):
             yield name, getattr(self, name) < 1, "at least 1"
-        for name in ("experts", "shared_experts"):
+        for name in ("experts", "shared_experts", *_WIDTHS):
             yield name, getattr(self, name) < 0, "0 or more"
         for name in ("rope_theta", "norm_epsilon"):
             yield name, not 0 < getattr(self, name) < float("inf"), "above 0, and finite"
@@ -77,13 +99,30 @@ class Config:
             yield name, getattr(self, name) not in known, " or ".join(map(repr, known))
         yield "heads", self.heads % self.kv_heads, f"a multiple of kv_heads={self.kv_heads}"
         yield "layers", self.layers % self.stages, f"a multiple of stages={self.stages}"
-        yield "head_dim", self.head_dim % 2, "even for rotary positions"
+        turned = self.rope_dim or self.head_dim
+        out = turned % 2 or turned > self.head_dim
+        yield "rope_dim" if self.rope_dim else "head_dim", out, "even, and at most head_dim"
         yield "dropout", not 0 <= self.dropout < 1, "at least 0 and below 1"
         experts, factor = self.experts, self.capacity_factor
         out = experts and not 1 <= self.experts_per_token <= experts
         yield "experts_per_token", out, f"from 1 to experts={experts}"
         yield "shared_experts", self.shared_experts and not experts, "0 where experts=0"
         yield "activation", experts and self.activation != "silu", "'silu' in experts"
+        latent = bool(self.latent)
+        yield "query_latent", self.query_latent and not latent, "0 where latent=0"
+        out = latent and not 0 < self.rope_dim < self.head_dim
+        yield "rope_dim", out, f"above 0 and below head_dim={self.head_dim} beside latent"
+        yield (
+            "kv_heads",
+            latent and self.kv_heads != self.heads,
+            f"heads={self.heads} beside latent",
+        )
+        yield "qkv_bias", latent and self.qkv_bias, "False beside latent"
+        yield "qk_norm", latent and self.qk_norm, "'' beside latent"
+        n, most = self.dense_layers, self.layers - 1 if self.experts else 0
+        yield "dense_layers", n > most, f"at most {most}, so that layers of experts follow"
+        yield "dense_mlp", bool(n) != bool(self.dense_mlp), "above 0 with dense_layers, else 0"
+        yield "stages", n and self.stages > 1, "1 beside dense_layers, whose arrays are no layers'"
         out = factor is not None and not factor > 0
         yield "capacity_factor", out, "above 0, or None for no drops"
 
@@ -138,8 +177,12 @@ class RMSNorm(nnx.Module):
         return (wide * scale[(None,) * (x.ndim - scale.ndim)]).astype(x.dtype)
 
 
-def rotary(x: jax.Array, positions: jax.Array, theta: float = 10_000.0) -> jax.Array:
-    """Rotate the halves of x [b, s, h, d] by angles that grow with positions [b, s] (Su et al.)."""
+def rotary(x: jax.Array, positions: jax.Array, theta: float = 10_000.0, size: int = 0) -> jax.Array:
+    """Rotate the halves of x [b, s, h, d] by angles that grow with positions [b, s] (Su et al.);
+    with a `size`, those of its last entries, so many.
+    """
+    if size and size < x.shape[-1]:
+        return jnp.concatenate([x[..., :-size], rotary(x[..., -size:], positions, theta)], axis=-1)
     half = x.shape[-1] // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = positions.astype(jnp.float32)[:, :, None] * frequency[None, None, :]
@@ -182,3 +225,35 @@ def unrolled(body: Callable, x: Any, stack: Any) -> tuple[Any, Any]:
 def normed(norm: RMSNorm | None, x: jax.Array) -> jax.Array:
     """`norm(x)`, or `x` where there is no norm."""
     return x if norm is None else norm(x)
+
+
+class Latent(nnx.Module):
+    """Queries, keys and values of all heads from narrow vectors (DeepSeek-AI, 2024: multi-head
+    latent attention). The entries of keys that positions turn are one vector for all heads.
+    """
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        self.config = c = config
+        entered = ("query_latent",) if c.query_latent else ("embed",)
+        if c.query_latent:
+            self.q_down = Linear(c, ("embed", *entered), ("embed",), rngs)
+            self.q_norm = RMSNorm(c, entered)
+        self.q = Linear(c, (*entered, "heads", "head_dim"), entered, rngs)
+        self.down = Linear(c, ("embed", "latent"), ("embed",), rngs)
+        self.norm = RMSNorm(c, ("latent",))
+        both = c.head_dim - c.rope_dim + c.depth  # in one product, whose gradient is summed once
+        self.kv = Linear(c, ("latent", "kv_heads", "both_dim"), ("latent",), rngs, both_dim=both)
+        self.k_turned = Linear(c, ("embed", "rope_dim"), ("embed",), rngs)
+
+    def __call__(
+        self, x: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(q, k, v) [b, s, heads, ...] of x [b, s, e] at positions [b, s]."""
+        c = self.config
+        q = self.q_norm(self.q_down("bse,el->bsl", x)) if c.query_latent else x
+        q = rotary(self.q("bsl,lhd->bshd", q), positions, c.rope_theta, c.rope_dim)
+        narrow, turned = self.norm(self.down("bse,el->bsl", x)), self.k_turned("bse,er->bsr", x)
+        turned = rotary(turned[:, :, None], positions, c.rope_theta)
+        turned = jnp.broadcast_to(turned, (*q.shape[:3], c.rope_dim))
+        k, v = jnp.split(self.kv("bsl,lkd->bskd", narrow), [c.head_dim - c.rope_dim], axis=-1)
+        return q, jnp.concatenate([k, turned], axis=-1), v

@@ -211,11 +211,11 @@ def places(batch: Mapping[str, Any] | None, rows: int, size: int) -> Places:
 def attend(
     q: jax.Array, k: jax.Array, v: jax.Array, places: Places, mask: Callable = causal
 ) -> jax.Array:
-    """Attention [b, s, h, d] of q [b, s, h, d] to k and v [b, t, kv_heads, d], softmax in float32.
+    """Attention [b, s, h, v] of q [b, s, h, d] to k [b, t, kv_heads, d] and v [b, t, kv_heads, v].
 
-    A kv head serves h / kv_heads query heads. `mask(query, key)`, a function of two `Places` whose
-    fields are [b, s, 1] and [b, 1, t], tells what is seen, as booleans that broadcast to
-    [b, s, t]. Scores are divided by √d. A query that sees no key yields NaN.
+    Softmax is in float32. A kv head serves h / kv_heads query heads. `mask(query, key)`, a function
+    of two `Places` whose fields are [b, s, 1] and [b, 1, t], tells what is seen, as booleans that
+    broadcast to [b, s, t]. Scores are divided by √d. A query that sees no key yields NaN.
 
     `places` [b, s] are of the tokens of q, and unbound those of k and v too (t = s). A meaning that
     cuts the sequence gets the q, k, v and places of its part.
@@ -235,7 +235,7 @@ def _attend(q, k, v, places, mask):
     scores = jnp.einsum("bskgd,btkd->bkgst", q, k).astype(jnp.float32) * d**-0.5
     visible = seen(places, places, mask)[:, None, None]
     weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1).astype(v.dtype)
-    return jnp.einsum("bkgst,btkd->bskgd", weights, v).reshape(b, s, h, d)
+    return jnp.einsum("bkgst,btkd->bskgd", weights, v).reshape(b, s, h, v.shape[-1])
 
 
 # What a compiled program does not tell `measure`: turns of loops, FLOPs of kernels. Each is a named

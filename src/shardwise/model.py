@@ -1,7 +1,8 @@
 """A decoder in Flax NNX and its loss, written for one device.
 
 Every parameter carries the names of its logical axes (metadata `logical_axes`): vocab, embed,
-heads, kv_heads, head_dim and mlp, with experts also experts and router. The code carries marks:
+heads, kv_heads, head_dim and mlp, with experts also experts and router, with latent attention also
+latent, query_latent, both_dim, rope_dim and value_dim. The code carries marks:
 `marks.attend`, and `marks.constrain` with the names embedding_output, attention_input, attended,
 attention_output, mlp_input, mlp_hidden, mlp_output and logits. Of meshes it knows nothing. Letters
 in einsums: b batch, s sequence, e embed, h heads, k kv_heads, d head_dim, m mlp, v vocab.
@@ -18,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardwise import experts, marks, objective
 from shardwise.experts.mixture import Experts, Routing
-from shardwise.layers import Config, Linear, RMSNorm, drop, normed, rotary, unrolled
+from shardwise.layers import Config, Latent, Linear, RMSNorm, drop, normed, rotary, unrolled
 
 __all__ = ["Config", "Decoder", "cross_entropy", "loss", "program", "routed_loss"]
 
@@ -32,14 +33,18 @@ class Block(nnx.Module):
     def __init__(self, config: Config, rngs: nnx.Rngs):
         self.config = c = config
         self.attention_norm = RMSNorm(c) if c.norms != "after" else None
-        query, key_value = ("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim")
-        self.q = Linear(c, query, ("embed",), rngs, c.qkv_bias)
-        self.k = Linear(c, key_value, ("embed",), rngs, c.qkv_bias)
-        self.v = Linear(c, key_value, ("embed",), rngs, c.qkv_bias)
-        first = 1 if c.qk_norm == "heads" else 2  # of the axes that a norm goes over
-        self.q_norm = RMSNorm(c, query[first:]) if c.qk_norm else None
-        self.k_norm = RMSNorm(c, key_value[first:]) if c.qk_norm else None
-        self.o = Linear(c, ("heads", "head_dim", "embed"), ("heads", "head_dim"), rngs)
+        depth = "value_dim" if c.value_dim else "head_dim"
+        if c.latent:
+            self.latent = Latent(c, rngs)
+        else:
+            query, key = ("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim")
+            self.q = Linear(c, query, ("embed",), rngs, c.qkv_bias)
+            self.k = Linear(c, key, ("embed",), rngs, c.qkv_bias)
+            self.v = Linear(c, ("embed", "kv_heads", depth), ("embed",), rngs, c.qkv_bias)
+            first = 1 if c.qk_norm == "heads" else 2  # of the axes that a norm goes over
+            self.q_norm = RMSNorm(c, query[first:]) if c.qk_norm else None
+            self.k_norm = RMSNorm(c, key[first:]) if c.qk_norm else None
+        self.o = Linear(c, ("heads", depth, "embed"), ("heads", depth), rngs)
         self.attention_end = RMSNorm(c) if c.norms != "before" else None
         self.mlp_norm = RMSNorm(c) if c.norms != "after" else None
         if c.experts:
@@ -60,16 +65,23 @@ class Block(nnx.Module):
         c, places = self.config, places or marks.places(None, *x.shape[:2])
         keys = (None, None) if key is None else jax.random.split(key)
         y = marks.constrain(normed(self.attention_norm, x), "attention_input")
-        q = normed(self.q_norm, self.q("bse,ehd->bshd", y))
-        k = normed(self.k_norm, self.k("bse,ekd->bskd", y))
-        q, k = (rotary(each, places.positions, c.rope_theta) for each in (q, k))
-        y = marks.attend(q, k, self.v("bse,ekd->bskd", y), places)
+        y = marks.attend(*self._heads(y, places.positions), places)
         y = self.o("bshd,hde->bse", marks.constrain(y, "attended"))
         y = drop(normed(self.attention_end, y), c.dropout, keys[0])
         x = marks.constrain(x + y, "attention_output")
         y, routing = self._mlp(marks.constrain(normed(self.mlp_norm, x), "mlp_input"), places)
         y = drop(normed(self.mlp_end, y), c.dropout, keys[1])
         return marks.constrain(x + y, "mlp_output"), routing
+
+    def _heads(self, x, positions):
+        """(q, k, v)."""
+        c = self.config
+        if c.latent:
+            return self.latent(x, positions)
+        q = normed(self.q_norm, self.q("bse,ehd->bshd", x))
+        k = normed(self.k_norm, self.k("bse,ekd->bskd", x))
+        q, k = (rotary(each, positions, c.rope_theta, c.rope_dim) for each in (q, k))
+        return q, k, self.v("bse,ekd->bskd", x)
 
     def _mlp(self, x, places):
         if self.config.experts:
@@ -84,15 +96,18 @@ class Decoder(nnx.Module):
 
     `decoder(tokens, key, places)` is logits float32 [b, s, vocab] of tokens int [b, s]. With a
     `key` there is dropout. `places` are the tokens' `marks.Places`; by default each row is one
-    document. Layers are stacked: a parameter under `blocks` has a leading axis of `config.layers`,
-    which its logical axes do not name.
+    document. Layers are stacked: a parameter under `blocks` has a leading axis of layers, which its
+    logical axes do not name; so has one under `dense`, where the first layers have no experts.
     """
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
         self.config = config
         self.embed = Linear(config, ("vocab", "embed"), ("embed",), rngs)
         keys = jax.random.split(rngs.params(), config.layers)
-        self.blocks = nnx.vmap(lambda key: Block(config, nnx.Rngs(params=key)))(keys)
+        *dense, last = config.stacks
+        for first in dense:
+            self.dense = _stack(first, keys[: first.layers])
+        self.blocks = _stack(last, keys[-last.layers :])
         self.final_norm = RMSNorm(config)
         if not config.tied:
             self.head = Linear(config, ("embed", "vocab"), ("embed",), rngs)
@@ -129,22 +144,33 @@ class Decoder(nnx.Module):
 
     def _layers(self, x, key, places):
         c = self.config
-        graphdef, stack = nnx.split(self.blocks)
         keys = None if key is None or c.dropout == 0 else jax.random.split(key, c.layers)
+        n, size, routings = c.dense_layers, (c.layers - c.dense_layers) // c.stages, []
+        if n:
+            x, _ = self._run(self.dense, slice(None), x, keys if keys is None else keys[:n], places)
+        for first in range(0, c.layers - n, size):
+            x = marks.stage_boundary(x) if first else x
+            own = keys if keys is None else keys[n + first : n + first + size]
+            x, routing = self._run(self.blocks, slice(first, first + size), x, own, places)
+            routings.append(routing)
+        return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *routings)
+
+    def _run(self, stack, rows, x, keys, places):
+        """(x after the layers in these rows of a stack, their routing)."""
+        c, (graphdef, weights) = self.config, nnx.split(stack)
 
         def layer(x, weights_and_key):
             weights, key = weights_and_key
             return nnx.merge(graphdef, marks.use(weights)).route(x, key, places)
 
         body = jax.checkpoint(layer) if c.remat else marks.layer(layer)
-        size, run = c.layers // c.stages, jax.lax.scan if c.scan else unrolled
-        routings = []
-        for first in range(0, c.layers, size):
-            part = jax.tree.map(lambda a, i=first: a[i : i + size], (stack, keys))
-            x = marks.stage_boundary(x) if first else x
-            x, routing = run(body, x, part)
-            routings.append(routing)
-        return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *routings)
+        run = jax.lax.scan if c.scan else unrolled
+        return run(body, x, (jax.tree.map(lambda a: a[rows], weights), keys))
+
+
+def _stack(config, keys):
+    """The `Block`s of a stack, in one whose parameters have a leading axis of layers."""
+    return nnx.vmap(lambda key: Block(config, nnx.Rngs(params=key)))(keys)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, policy=_KEPT)

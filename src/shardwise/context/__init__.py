@@ -11,9 +11,10 @@ device, and differ in what they send, keep and allow:
     ring(axis)        K and V go around, and attention is summed up block by block
     ulysses(axis)     tokens are exchanged for heads, and back
 
-`axis` is one mesh axis, or several as one. `form.bytes_sent(n, q, k)` has the bytes that one of n
-devices sends in a layer's attention, as `.forward` and `.backward`; q and k are of the whole
-sequence, and may be shapes. A rematerialised layer sends the forward bytes twice.
+`axis` is one mesh axis, or several as one. `form.bytes_sent(n, q, k, v)` has the bytes that
+one of n devices sends in a layer's attention, as `.forward` and `.backward`; q, k and v (by default
+like k) are of the whole sequence, and may be shapes. A rematerialised layer sends the forward bytes
+twice.
 
 Where a device sees whole sequences, as without a context axis or by ulysses, a kernel may compute
 attention: `layouts.Layout(kernel=...)`. `tiled` keeps no scores on any device, and `splash()`, for

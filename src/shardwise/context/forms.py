@@ -19,7 +19,7 @@ Axis = str | tuple[str, ...]  # one mesh axis, or several as one
 
 
 class Sent(NamedTuple):
-    """The bytes that one device sends in one layer's attention, by `form.bytes_sent(n, q, k)`.
+    """The bytes that one device sends in one layer's attention, by `form.bytes_sent(n, q, k, v)`.
 
     K and V, or what they and q are turned into, travel with 12 bytes for each token's places, sums
     of dK and dV in float32.
@@ -29,11 +29,13 @@ class Sent(NamedTuple):
     backward: int
 
 
-def sizes(n: int, q: Any, k: Any) -> tuple[int, int, int, int]:
-    """Bytes of a device's n-th of q [b, S, h, d], of k [b, S, kv_heads, d] (and as many of v), of
-    dK in float32, and of the tokens' places.
+def sizes(n: int, q: Any, k: Any, v: Any = None) -> tuple[int, int, int, int]:
+    """Bytes of a device's n-th of q [b, S, h, d] and the output, of k [b, S, kv_heads, d] and v, of
+    dK and dV in float32, and of the tokens' places. Without `v` it is like k.
     """
-    queries, keys = math.prod(q.shape) // n, math.prod(k.shape) // n
+    (*tokens, heads, depth), v = q.shape, k if v is None else v
+    queries = math.prod(tokens) // n * heads * (depth + v.shape[-1])
+    keys = (math.prod(k.shape) + math.prod(v.shape)) // n
     places = 3 * 4 * q.shape[0] * (q.shape[1] // n)
     return queries * q.dtype.itemsize, keys * k.dtype.itemsize, keys * 4, places
 
@@ -94,17 +96,17 @@ class Ring:
         own = jnp.stack(places)
         return attention(self, mask, q, k, v, own, own)
 
-    def bytes_sent(self, n: int, q: Any, k: Any) -> Sent:
+    def bytes_sent(self, n: int, q: Any, k: Any, v: Any = None) -> Sent:
         """The bytes of n - 1 hops of K, V and places, and backward of n hops of dK and dV too."""
-        _, keys, gradients, places = sizes(n, q, k)
+        _, keys, gradients, places = sizes(n, q, k, v)
         hop = n - 1 if self.apart else 1
-        around = hop * (n - 1) * (2 * keys + places)
-        return Sent(around, around + hop * 2 * n * gradients if n > 1 else 0)
+        around = hop * (n - 1) * (keys + places)
+        return Sent(around, around + hop * n * gradients if n > 1 else 0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attention(ring, mask, q, k, v, query, key):
-    """Attention of q [b, s, h, d] to k and v [b, t, kv_heads, d], which go around `ring`.
+    """Attention of q [b, s, h, d] to k [b, t, kv_heads, d] and v, which go around `ring`.
 
     `query` int32 [3, b, s] and `key` [3, b, t] are the fields of their `marks.Places`.
     """
@@ -123,14 +125,15 @@ def _forward(ring, mask, q, k, v, query, key):
         arriving = _hop(ring, keys)  # while these are worked on
         return (tiles.add(sums, queries, keys, mask), arriving), None
 
-    sums, keys = _around(ring, step, (tiles.nothing(queries[0]), keys))
+    sums, keys = _around(ring, step, (tiles.nothing(queries[0], v.shape[-1]), keys))
     out, log_total = tiles.result(tiles.add(sums, queries, keys, mask), q.dtype)
-    out = tiles.joined(out).reshape(q.shape)
+    out = tiles.joined(out).reshape(*q.shape[:3], v.shape[-1])
     return out, (*kept, out, log_total)
 
 
 def _backward(ring, mask, kept, g):
     q, k, v, query, key, out, log_total = kept
+    shape = q.shape
     g_out = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
     g, g_out = (_grouped(x, k, ring.block) for x in (g, g_out))
     (q, query), keys = _cut(ring.block, q, k, v, query, key)
@@ -146,7 +149,7 @@ def _backward(ring, mask, kept, g):
     dq, dkv, keys = _around(ring, step, (zeros(q), (zeros(keys[0]), zeros(keys[1])), keys))
     dq, dkv = tiles.add_gradients(dq, dkv, queries, keys, mask)
     dk, dv = (tiles.joined(x).astype(k.dtype) for x in _hop(ring, dkv))  # home
-    return tiles.joined(dq).reshape(out.shape).astype(out.dtype), dk, dv, None, None
+    return tiles.joined(dq).reshape(shape).astype(q.dtype), dk, dv, None, None
 
 
 attention.defvjp(_forward, _backward)
@@ -191,8 +194,8 @@ def tiled(
 ) -> jax.Array:
     """Attention in tiles, on any device: a meaning of `marks.attend` that never keeps the scores.
 
-    q [b, s, heads, d]; k and v [b, s, kv_heads, d] of the same, whole sequences, at the `Places`
-    that `marks.places` returns; `mask` is as in `marks.attend` (Rabe and Staats, 2021).
+    q [b, s, heads, d], k [b, s, kv_heads, d] and v are of the same, whole sequences, at the
+    `Places` that `marks.places` returns; `mask` is as in `marks.attend` (Rabe and Staats, 2021).
     """
     return Ring(())(q, k, v, places, mask)
 
@@ -212,10 +215,10 @@ class AllGather:
         k, v = gather(self.axis, k), gather(self.axis, v)
         return attention(Ring(()), mask, q, k, v, jnp.stack(places), jnp.stack(everywhere))
 
-    def bytes_sent(self, n: int, q: Any, k: Any) -> Sent:
+    def bytes_sent(self, n: int, q: Any, k: Any, v: Any = None) -> Sent:
         """The bytes of n - 1 devices' K, V and places, and backward of as many dK and dV."""
-        _, keys, gradients, places = sizes(n, q, k)
-        return Sent((n - 1) * (2 * keys + places), (n - 1) * 2 * gradients)
+        _, keys, gradients, places = sizes(n, q, k, v)
+        return Sent((n - 1) * (keys + places), (n - 1) * gradients)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -264,10 +267,10 @@ class Ulysses:
         out = self.local(q, k, v, everywhere, mask)
         return jax.lax.all_to_all(out, self.axis, 1, 2, tiled=True)
 
-    def bytes_sent(self, n: int, q: Any, k: Any) -> Sent:
+    def bytes_sent(self, n: int, q: Any, k: Any, v: Any = None) -> Sent:
         """The bytes of (n - 1)/n of q, copied K and V, and the output; forward also of places."""
-        queries, keys, _, places = sizes(n, q, k)
-        exchanged = 2 * (queries + self.copies * keys) * (n - 1) // n
+        queries, keys, _, places = sizes(n, q, k, v)
+        exchanged = (queries + self.copies * keys) * (n - 1) // n
         return Sent(exchanged + (n - 1) * places, exchanged)
 
     def _check(self, n, heads, kv_heads):

@@ -37,6 +37,7 @@ class Splash:
         from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
         size, heads, depth = q.shape[1:]
+        width = v.shape[-1]
         tile = _tile(size, self.block)
         kernel = splash.make_splash_mha(
             splash.MultiHeadMask([splash.CausalMask((size, size))] * heads),
@@ -48,13 +49,13 @@ class Splash:
         segments = splash.SegmentIds(places.documents, places.documents)
 
         def heads_first(x):
-            width = [(0, 0)] * 3 + [(0, -depth % LANES)]
-            return jnp.pad(x, width).transpose(0, 2, 1, 3)
+            lanes = [(0, 0)] * 3 + [(0, -x.shape[-1] % LANES)]
+            return jnp.pad(x, lanes).transpose(0, 2, 1, 3)
 
         scaled = (q * depth**-0.5).astype(q.dtype)
-        with marks.kernels(**_flops(*q.shape, tile)):
+        with marks.kernels(**_flops(*q.shape, width, tile)):
             out = jax.vmap(kernel)(*map(heads_first, (scaled, k, v)), segments)
-        out = out.transpose(0, 2, 1, 3)[..., :depth].astype(v.dtype)
+        out = out.transpose(0, 2, 1, 3)[..., :width].astype(v.dtype)
         ordered = jnp.all(places.index == jnp.arange(size)[None], axis=1)
         return jnp.where(ordered[:, None, None, None], out, jnp.nan)
 
@@ -100,12 +101,12 @@ def _check_causal(who, mask):
         )
 
 
-def _flops(rows, size, heads, depth, tile):
+def _flops(rows, size, heads, depth, width, tile):
     """{a part of a kernel's name: FLOPs}: products of the tiles that are not all masked."""
     tiles = (size // tile) * (size // tile + 1) // 2
-    product = 2 * rows * heads * tiles * tile**2 * (depth + -depth % LANES)
+    d, v = (2 * rows * heads * tiles * tile**2 * (x + -x % LANES) for x in (depth, width))
     # Scores and output; scores again, and the gradients of both, of q, and of k and v.
-    return {"fwd": 2 * product, "dq": 3 * product, "dkv": 4 * product}
+    return {"fwd": d + v, "dq": 2 * d + v, "dkv": 2 * (d + v)}
 
 
 def _tile(size, block):

@@ -3,7 +3,8 @@
 The scores of a tile are all that exists of them at a time (Milakov and Gimelshein, 2018; Rabe and
 Staats, 2021; Dao et al., 2022). A tile in which the mask lets nothing through is skipped.
 
-Letters: b rows, s queries and t keys of a tile, k kv heads, g query heads for each, d head_dim.
+Letters: b rows, s queries and t keys of a tile, k kv heads, g query heads for each, d head_dim (of
+values too, which may have another).
 """
 
 import functools
@@ -51,11 +52,11 @@ def joined(tiles: jax.Array) -> jax.Array:
     return x.reshape(len(x), -1, *x.shape[3:])
 
 
-def nothing(q: jax.Array) -> Sums:
-    """The `Sums` of query tiles [tiles, b, s, k, g, d] before any key."""
-    tiles, b, s, k, g, d = q.shape
+def nothing(q: jax.Array, depth: int) -> Sums:
+    """The `Sums` of query tiles [tiles, b, s, k, g, d] before any key, for values of `depth`."""
+    tiles, b, s, k, g, _ = q.shape
     zero = jnp.zeros((tiles, b, k, g, s), jnp.float32)
-    return Sums(zero - jnp.inf, zero, jnp.zeros((tiles, b, k, g, s, d), jnp.float32))
+    return Sums(zero - jnp.inf, zero, jnp.zeros((tiles, b, k, g, s, depth), jnp.float32))
 
 
 def add(sums: Sums, queries: Any, keys: Any, mask: Callable) -> Sums:

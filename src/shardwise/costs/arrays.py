@@ -160,6 +160,11 @@ class Part:
         return self.config.layers // self.roles.stage
 
     @functools.cached_property
+    def stacks(self) -> tuple["Part", ...]:
+        """The part of each stack of equal layers: of the first, dense ones, and of the others."""
+        return tuple(dataclasses.replace(self, config=c) for c in self.config.stacks)
+
+    @functools.cached_property
     def itemsize(self) -> int:
         """The bytes of an activation's element."""
         return jnp.dtype(self.config.dtype).itemsize

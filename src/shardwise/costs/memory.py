@@ -5,6 +5,7 @@ keeps. A device is fullest at the loss, or in the backward pass of a layer, or, 
 task: the fullest counts.
 """
 
+import collections
 import dataclasses
 import operator
 from typing import NamedTuple
@@ -130,13 +131,17 @@ def _terms(part, parameters, gpu):
     as much again of `around` and `ring`.
     """
     r, inside, (weights, head) = part.roles, _in_layer(part, gpu), _weights(part)
-    layers, bodies, ahead = (2, 3, 1.5) if r.offload else (part.layers, 1, 1)
-    kept = part.tokens * _entered(part) if r.remat else sum(inside)
+    bodies, ahead = (3, 1.5) if r.offload else (1, 1)
+    kept = part.layers * part.tokens * _entered(part)
+    if r.offload:
+        kept *= min(2, part.layers) / part.layers
+    elif not r.remat:
+        kept = sum(each.layers * sum(_in_layer(each, gpu)) for each in part.stacks)
     whole = part.tokens * part.config.embed * part.itemsize
     return Terms(
         gradients=parameters,
         weights=weights * min(bodies, part.layers) + head + _cast(part),
-        kept=min(layers, part.layers) * kept,
+        kept=kept,
         layer=sum(map(operator.mul, _WORKED_ON, inside)) if gpu else sum(inside),
         around=ahead * (whole + whole / r.tensor / 2) if r.tensor > 1 else 0,
         logits=_logits(part, head, gpu),
@@ -178,7 +183,8 @@ def _pending(part):
     """
     c, t, used, again = part.config, part.roles.tensor, part.itemsize, part.roles.remat
     norms = (1 + again) * _normed(c) * (WIDE + used) / t
-    heads = ((1 + again) * c.heads + 2 * c.kv_heads) * c.head_dim * used / t
+    heads = (1 + again) * c.heads * c.depth + c.kv_heads * (c.head_dim + c.depth)
+    heads *= used / t
     wide, rows = (2 + 2 * again) * c.mlp * (c.shared_experts if c.experts else 1), 0
     if c.experts:
         wide += (2 + again) * c.mlp * slots(part)
@@ -188,11 +194,16 @@ def _pending(part):
 
 def _weights(part):
     """(bytes of the layers' parameters, bytes of the head's) as used, gathered or cast. The
-    embedding is read before all else, and gone, unless it is the head too.
+    embedding is read before all else, and gone, unless it is the head too. With remat one layer's
+    are there at a time; of stacks that differ, those of the largest layer.
     """
-    held, together = part.held(), part.layers if part.roles.remat else 1
+    held, again = part.held(), part.roles.remat
     ends = (s for s in held if not s.array.stacked and part.ends(s.array))
-    layers = sum(s.whole * part.itemsize // together for s in held if s.array.stacked)
+    stacks = collections.Counter()
+    for s in (s for s in held if s.array.stacked):
+        together = s.array.shape[0] // s.stages if again else 1
+        stacks[s.array.path.split("/")[0]] += s.whole * part.itemsize // together
+    layers = (max if again else sum)(stacks.values())
     return layers, sum(s.whole * part.itemsize for s in ends)
 
 
@@ -253,14 +264,15 @@ def _entered(part):
     """
     c, t = part.config, part.roles.tensor
     ends = 1 + (c.norms != "before")
-    kept = (c.heads + 2 * c.kv_heads) * c.head_dim + ends * c.embed + 2 * c.mlp
+    kept = (c.heads + c.kv_heads) * c.head_dim + c.kv_heads * c.depth
+    kept += ends * c.embed + 2 * c.mlp + c.latent + c.query_latent + (c.rope_dim if c.latent else 0)
     return _between(part) + (kept * part.itemsize / t if part.roles.products else 0)
 
 
 def _ring(part):
     """The bytes of K, V and their float32 gradients, twice: worked on, and arriving; and of q's."""
     c, used = part.config, part.itemsize
-    around = 2 * 2 * c.kv_heads * c.head_dim * (used + WIDE)
+    around = 2 * c.kv_heads * (c.head_dim + c.depth) * (used + WIDE)
     return part.tokens * (around + c.heads * c.head_dim * WIDE) / part.roles.tensor
 
 
@@ -276,7 +288,7 @@ def _dispatch(part):
 
 def _normed(c):
     """The number of a token's entries in a layer that are normed."""
-    heads = (c.heads + c.kv_heads) * c.head_dim if c.qk_norm else 0
+    heads = (c.heads + c.kv_heads) * c.head_dim if c.qk_norm else c.latent + c.query_latent
     return (4 if c.norms == "both" else 2) * c.embed + heads
 
 
@@ -289,7 +301,8 @@ def _in_layer(part, gpu):
     c, t, used = part.config, part.roles.tensor, part.itemsize
     copies = 6 if gpu and part.rows == t == part.roles.context == 1 else 3
     norms = copies * _normed(c) * WIDE / t
-    entered = 2 * c.embed * used + (2 * c.embed * slots(part) * used if c.experts else 0)
-    heads = (2 * c.heads + 2 * c.kv_heads) * c.head_dim * used / t + c.heads * WIDE / t
+    entered = 2 * c.embed + (2 * c.embed * slots(part) if c.experts else 0)
+    entered = (entered + c.latent + c.query_latent) * used
+    heads = (c.heads + c.kv_heads) * (c.head_dim + c.depth) * used / t + c.heads * WIDE / t
     wide = c.mlp * (slots(part) + c.shared_experts if c.experts else 1)
     return [part.tokens * x for x in (norms, entered, heads, 6 * wide * used / t)]

@@ -53,15 +53,17 @@ def _passes(part, array):
 
 def _counts(c):
     """The bytes of the counts that `model.routed_loss` has: loads, drops and nats."""
-    return (c.layers * (c.experts + 1) + 1) * WIDE if c.experts else 0
+    return ((c.layers - c.dense_layers) * (c.experts + 1) + 1) * WIDE if c.experts else 0
 
 
 def _attention(part):
     """The bytes of a layer's ring attention, (forward, backward)."""
     c, r = part.config, part.roles
-    shape = part.rows, part.sequence, c.kv_heads // r.tensor, c.head_dim
-    k = jax.ShapeDtypeStruct(shape, c.dtype)
-    return context.ring("context", apart=r.stage > 1).bytes_sent(r.context, k, k)
+    k, v = (
+        jax.ShapeDtypeStruct((part.rows, part.sequence, c.kv_heads // r.tensor, size), c.dtype)
+        for size in (c.head_dim, c.depth)
+    )
+    return context.ring("context", apart=r.stage > 1).bytes_sent(r.context, k, k, v)
 
 
 def ticks(part: Part) -> int:
@@ -101,7 +103,7 @@ def _experts(part):
     given = part.rows, part.sequence // r.context, c.embed, c.experts_per_token, c.experts, r.expert
     told = c.capacity_factor, "all_to_all", part.itemsize
     once = experts.bytes_sent(*given, *told, sequence=r.context)
-    return r.microbatches * part.layers * (2 + r.remat) * once
+    return r.microbatches * (part.layers - c.dense_layers) * (2 + r.remat) * once
 
 
 def _choices(part):
@@ -112,8 +114,9 @@ def _choices(part):
     c, n, again = part.config, part.roles.context, part.roles.remat
     if not c.experts:
         return 0
-    gathers = part.layers * (1 + again) * c.experts_per_token + 1 + part.layers * again
-    loads = 2 * part.rows * part.layers * c.experts * WIDE / n
+    layers = part.layers - c.dense_layers
+    gathers = layers * (1 + again) * c.experts_per_token + 1 + layers * again
+    loads = 2 * part.rows * layers * c.experts * WIDE / n
     return part.roles.microbatches * (n - 1) * (gathers * part.tokens * 4 + loads)
 
 

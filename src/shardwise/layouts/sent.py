@@ -1,7 +1,9 @@
 """Bytes that a device sends in a step, by formula: ring bytes, along the axes of a mesh."""
 
+import collections
 import dataclasses
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -62,6 +64,11 @@ class LayoutLedger(Ledger):
         rows //= layout.parts(layout.rows)
         if layout.context:
             self._attention(model, rows // layout.microbatches, length, again)
+        if layout.tensor and "latent" in model.sizes:
+            raise ValueError(
+                "layouts.predict: what latent attention sends along a tensor axis has no formula "
+                "here; measure.collectives counts it in the compiled program."
+            )
         if layout.tensor and "embed" in model.sizes:
             self._tensor(model, rows, length // layout.size("context"), again, *ends)
 
@@ -148,11 +155,16 @@ class LayoutLedger(Ledger):
 
     def _attention(self, model, rows, length, again):
         layout, sizes, t = self.layout, model.sizes, self.layout.size("tensor")
-        q, k = (
-            jax.ShapeDtypeStruct((rows, length, n // t, sizes["head_dim"]), model.dtype)
-            for n in (sizes["heads"], sizes["kv_heads"])
+        depth = sizes["head_dim"]
+        q, k, v = (
+            jax.ShapeDtypeStruct((rows, length, sizes[heads] // t, size), model.dtype)
+            for heads, size in (
+                ("heads", depth),
+                ("kv_heads", depth),
+                ("kv_heads", sizes.get("value_dim", depth)),
+            )
         )
-        one = attention(layout).bytes_sent(layout.size("context"), q, k)
+        one = attention(layout).bytes_sent(layout.size("context"), q, k, v)
         self.attention(layout.context, one, layout.microbatches * model.layers, again)
 
     def _tensor(self, model, rows, length, again, first, last):
@@ -189,17 +201,20 @@ class _Model:
 
     @classmethod
     def of(cls, layout, shapes, here):
-        found = cls()
+        found, alike = cls(), collections.Counter()
         for leaf, x in zip(trees.read(shapes), here, strict=True):
             axes = leaf.axes or ()
             found.sizes |= dict(zip(axes, leaf.shape, strict=False))
-            layers = dict(zip(axes, x.shape, strict=False)).get(trees.LAYERS, 1)
-            if "kv_heads" in axes:
-                found.layers, found.dtype = layers, layout.dtype or x.dtype
-            if leaf.path.split("/")[-1] != "scale":
+            layers = dict(zip(axes, x.shape, strict=False)).get(trees.LAYERS, int(x.size > 0))
+            *_, of, name = "/", *leaf.path.split("/")
+            if "kv_heads" in axes:  # "k/kernel" of each stack, or of "layer_0", "layer_1", ...
+                alike[re.sub(r"\d+", "", f"{of}/{name}")] += layers
+                found.dtype = layout.dtype or x.dtype
+            if name != "scale":
                 continue
             if {*layout.cut} & {*axes}:
                 found.cut_norms += layers
             else:
                 found.scales += x.size * x.dtype.itemsize
+        found.layers = max(alike.values(), default=0)
         return found

@@ -77,7 +77,10 @@ def of_pairs(one: Any, other: Any) -> bool:
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, places: Any, mask: Any = None) -> jax.Array:
     """Attention in which no token sees another."""
-    return q + jnp.repeat(k + v, q.shape[2] // k.shape[2], axis=2)
+    k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    size, depth = q.shape[-1], v.shape[-1]  # folded, where values have fewer entries
+    folded = jnp.pad(q + k, [(0, 0)] * 3 + [(0, -size % depth)]).reshape(*q.shape[:3], -1, depth)
+    return v + folded.sum(axis=3)
 
 
 def to_no_expert(x: jax.Array, chosen: jax.Array, *rest: Any, **more: Any) -> tuple:

@@ -97,14 +97,19 @@ def model_flops(config: Config, batch: int, sequence: int, causal: bool = True) 
     pairs of tokens, or over the half that a `causal` mask lets through; none is computed again.
     """
     tokens, pairs = batch * sequence, batch * sequence**2 / (2 if causal else 1)
-    weights = config.layers * _layer_weights(config, config.experts_per_token)
+    weights = sum(c.layers * _layer_weights(c, c.experts_per_token) for c in config.stacks)
     weights += config.embed * config.vocab
-    return 6 * weights * tokens + 12 * config.layers * config.heads * config.head_dim * pairs
+    scores = config.layers * config.heads * (config.head_dim + config.depth)
+    return 6 * weights * tokens + 6 * scores * pairs
 
 
 def _layer_weights(c, rows):
     """The number of a layer's weights that a token meets; `rows` of it go to experts."""
-    attention = 2 * c.embed * (c.heads + c.kv_heads) * c.head_dim
+    attention = c.embed * (c.heads + c.kv_heads) * (c.head_dim + c.depth)
+    if c.latent:
+        plain, entered = c.head_dim - c.rope_dim, c.query_latent or c.embed
+        attention = c.heads * (entered * c.head_dim + c.latent * (plain + c.depth))
+        attention += c.embed * (c.query_latent + c.latent + c.rope_dim + c.heads * c.depth)
     wide = rows + c.shared_experts if c.experts else 1
     return attention + c.embed * c.experts + 3 * c.embed * c.mlp * wide
 
@@ -116,16 +121,17 @@ def flops(part: Part) -> float:
     just added: no gradient needs that. Attention's scores are never kept, so its backward pass has
     five products where its forward one has two; masked tiles are left out.
     """
-    c, r = part.config, part.roles
-    tokens, weights, again = part.tokens * r.microbatches, _layer_weights(c, slots(part)), 0
-    if r.remat and not r.products:
-        added = c.embed * c.mlp * (c.shared_experts if c.experts else 1)
-        again = weights - (added if c.norms == "before" else 0)
-    work = part.layers * (6 * weights + 2 * again) * tokens
+    c, r, tokens, work = part.config, part.roles, part.tokens * part.roles.microbatches, 0
+    for each in part.stacks:
+        s, weights, again = each.config, _layer_weights(each.config, slots(each)), 0
+        if r.remat and not r.products:
+            added = s.embed * s.mlp * (s.shared_experts if s.experts else 1)
+            again = weights - (added if s.norms == "before" else 0)
+        work += each.layers * (6 * weights + 2 * again) * tokens
     passes = 3 + (r.loss_chunks > 1)  # whose logits are computed again
     work += 2 * passes * c.embed * c.vocab * tokens if part.is_last else 0
-    scores = part.layers * c.heads * c.head_dim * tokens * part.sequence / 2
-    work += (2 * (2 if r.remat else 1) + 5) * 2 * scores
+    scores, again = part.layers * c.heads * tokens * part.sequence / 2, 1 + r.remat
+    work += 2 * scores * ((again + 3) * c.head_dim + (again + 2) * c.depth)
     return work / r.tensor
 
 
@@ -154,8 +160,8 @@ def step(
 
 def read(part: Part) -> float:
     """The bytes of the weights that a microbatch's products read."""
-    c = part.config
-    layer = _layer_weights(c, c.experts // part.roles.expert) * part.layers
+    c, n = part.config, part.roles.expert
+    layer = sum(s.layers * _layer_weights(s.config, s.config.experts // n) for s in part.stacks)
     head = c.embed * c.vocab * part.roles.loss_chunks if part.is_last else 0  # for each chunk
     return (layer + head) * part.itemsize / part.roles.tensor
 
