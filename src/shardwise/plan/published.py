@@ -24,6 +24,8 @@ _GEMMA = dict(head_dim=256, tie_word_embeddings=True, hidden_act="gelu_pytorch_t
 _WIDE = dict(rms_norm_eps=1e-5)
 _QWEN2_MOE = dict(num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408)
 _QWEN3_MOE = dict(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768)
+_LATENT = dict(kv_lora_rank=512, q_lora_rank=1536, qk_rope_head_dim=64, qk_nope_head_dim=128)
+_LATENT |= dict(v_head_dim=128)
 ABSENT: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
     "MistralForCausalLM": dict(num_key_value_heads=8, sliding_window=4096),
@@ -44,6 +46,9 @@ ABSENT: dict[str, dict[str, Any]] = {
     "Olmo2ForCausalLM": _WIDE,
     "GraniteForCausalLM": {},
     "SmolLM3ForCausalLM": dict(num_key_value_heads=4, tie_word_embeddings=True, rope_theta=2e6),
+    "DeepseekV2ForCausalLM": dict(n_routed_experts=64, n_shared_experts=2, **_LATENT),
+    "DeepseekV3ForCausalLM": dict(n_routed_experts=256, n_shared_experts=1, **_LATENT)
+    | dict(num_experts_per_tok=8, moe_intermediate_size=2048, first_k_dense_replace=3),
 }
 # What our decoder computes of each class.
 _COMPUTED: dict[str, dict[str, Any]] = {
@@ -54,6 +59,7 @@ _COMPUTED: dict[str, dict[str, Any]] = {
     "Gemma2ForCausalLM": dict(norms="both"),
     "Gemma3ForCausalLM": dict(norms="both", qk_norm="head"),
     "Olmo2ForCausalLM": dict(norms="after", qk_norm="heads"),
+    "DeepseekV3ForCausalLM": dict(router="sigmoid", router_bias=True),
 }
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu"}
 # Fields that change nothing, and those that are read below.
@@ -65,15 +71,18 @@ sliding_window_size full_attn_mod interpolate_factor
 num_key_value_heads head_dim tie_word_embeddings hidden_act hidden_activation sliding_window
 use_sliding_window sliding_window_pattern _sliding_window_pattern layer_types num_local_experts
 num_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size
-rope_theta rope_parameters rms_norm_eps""".split()
+rope_theta rope_parameters rms_norm_eps rope_interleave seq_aux aux_loss_alpha ep_size scoring_func
+topk_method n_routed_experts n_shared_experts first_k_dense_replace num_nextn_predict_layers
+kv_lora_rank q_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim""".split()
 # Fields that change no size and no product, but what is computed.
 _OTHERWISE = """rope_scaling rope_local_base_freq partial_rotary_factor no_rope_layers
 attention_dropout embd_pdrop resid_pdrop router_jitter_noise query_pre_attn_scalar
 attention_multiplier embedding_multiplier residual_multiplier logits_scaling attn_logit_softcapping
-final_logit_softcapping""".split()
+final_logit_softcapping routed_scaling_factor n_group topk_group""".split()
 # The value with which a field changes nothing; of all others that is 0, false or null.
 _NEUTRAL = dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), 1)
-_NEUTRAL |= dict(partial_rotary_factor=1, decoder_sparse_step=1)
+_NEUTRAL |= dict(partial_rotary_factor=1, decoder_sparse_step=1, moe_layer_freq=1)
+_NEUTRAL |= dict(routed_scaling_factor=1, n_group=1, topk_group=1)
 
 
 class Published(NamedTuple):
@@ -164,9 +173,7 @@ def of(fields: dict[str, Any], where: str = "config.json") -> Published:
         raise ValueError(f"plan: {where} has the activation {activation!r}; known are {known}.")
     sizes = {ours: given[theirs] for ours, theirs in _SIZES.items()}
     config = Config(
-        **sizes | _experts(name, given, where),
-        kv_heads=given.get("num_key_value_heads") or sizes["heads"],
-        head_dim=given.get("head_dim") or sizes["embed"] // sizes["heads"],
+        **sizes | _experts(name, given, where) | _attention(name, given, sizes),
         tied=bool(given.get("tie_word_embeddings")),
         activation=_ACTIVATIONS[activation],
         rope_theta=float((given.get("rope_parameters") or given).get("rope_theta") or 10_000.0),
@@ -177,30 +184,49 @@ def of(fields: dict[str, Any], where: str = "config.json") -> Published:
     )
     # Norms have scales here, which OLMo's have not; a shared expert has no gate.
     more = (2 * config.layers + 1) * config.embed if name == "OlmoForCausalLM" else 0
-    more -= config.layers * config.embed if config.shared_experts else 0
+    more -= config.layers * config.embed if name == "Qwen2MoeForCausalLM" else 0
     return Published(config, where, more, (*notes, *_notes(name, given, config, more)))
 
 
+def _attention(name, given, sizes):
+    if not name.startswith("Deepseek"):
+        kv_heads = given.get("num_key_value_heads") or sizes["heads"]
+        head_dim = given.get("head_dim") or sizes["embed"] // sizes["heads"]
+        return dict(kv_heads=kv_heads, head_dim=head_dim)
+    turned, plain = given["qk_rope_head_dim"], given["qk_nope_head_dim"]
+    widths = dict(latent=given["kv_lora_rank"], query_latent=given["q_lora_rank"] or 0)
+    widths |= dict(rope_dim=turned, value_dim=given["v_head_dim"])
+    return widths | dict(kv_heads=sizes["heads"], head_dim=plain + turned)
+
+
 def _experts(name, given, where):
-    count = given.get("num_local_experts") or given.get("num_experts")
-    if not count or ("Moe" not in name and name != "MixtralForCausalLM"):
+    names = "num_local_experts", "num_experts", "n_routed_experts"
+    count = next(filter(None, map(given.get, names)), 0)
+    if not count or not any(x in name for x in ("Moe", "Mixtral", "Deepseek")):
         return {}
+    if not given.get("num_experts_per_tok"):
+        raise ValueError(f"plan: {where} lacks num_experts_per_tok; a {name} has it.")
     mlp = given.get("moe_intermediate_size") or given["intermediate_size"]
     wide = given.get("shared_expert_intermediate_size") or 0
+    wide += mlp * (given.get("n_shared_experts") or 0)
     if wide % mlp:
         raise ValueError(
             f"plan: {where} has shared_expert_intermediate_size={wide}, which has to be a "
             f"multiple of moe_intermediate_size={mlp}."
         )
     found = dict(experts=count, experts_per_token=given["num_experts_per_tok"], mlp=mlp)
+    dense = min(given.get("first_k_dense_replace") or 0, given["num_hidden_layers"])
+    found |= dict(dense_layers=dense, dense_mlp=given["intermediate_size"]) if dense else {}
     return found | dict(shared_experts=wide // mlp, capacity_factor=1.25)
 
 
 def _notes(name, given, config, more):
     if config.experts:
         yield "experts have slots for 1.25 times an even share of the tokens"
-    if config.shared_experts:
+    if name == "Qwen2MoeForCausalLM":
         yield "the shared expert has no gate"
+    if given.get("num_nextn_predict_layers"):
+        yield "layers that predict further tokens are left out"
     off = name.startswith(("Qwen", "SmolLM")) and not given.get("use_sliding_window")
     if (window := given.get("sliding_window")) and not off:
         every = "some layers" if name.startswith("Gemma") else "layers"
