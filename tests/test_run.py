@@ -307,6 +307,24 @@ def test_a_bad_step_ends_a_run_with_the_state_before_it(tmp_path, reference, mon
     assert lines(tmp_path / "r") == lines(reference[0])
 
 
+def _alone_infinite(params, batch):
+    """A loss that infinite rows make NaN, and its gradients not."""
+    known = jnp.nan_to_num(batch["y"], posinf=0, neginf=0)
+    error = (batch["x"] @ params["w"] - known) ** 2 + (batch["y"] - known)
+    return objective.Mean(error.sum(), jnp.asarray(error.size, F32))
+
+
+def test_a_loss_alone_that_is_not_finite_is_a_bad_step(tmp_path):
+    settings = given(tmp_path / "r", ema=None, steps=5)
+    with pytest.raises(run.BadStep, match=r"step 3, with loss nan .* of \d.* of step 2 is"):
+        run.train(settings, create, _alone_infinite, rows(bad=[17]), TX)
+    settings = dataclasses.replace(settings, resume=True, bad="skip", steps=3)
+    after = run.train(settings, create, _alone_infinite, rows(bad=[17]), TX)
+    assert after.step == 3 and after.opt_state.bad and after.opt_state.norm > 0
+    kept = checkpoint.restore(tmp_path / "r/checkpoints", {"params": after.params}, 2)
+    equal(kept["params"], after.params)
+
+
 def test_a_norm_above_the_limit_is_bad(tmp_path):
     with pytest.raises(run.BadStep, match=r"limit 0\.001"):
         trained(tmp_path / "r", limit=1e-3)
