@@ -438,6 +438,13 @@ def test_a_halted_guard_changes_nothing_any_more():
     assert held.halted and not held.bad and not updates["w"].any()
 
 
+@pytest.mark.parametrize("kept", [functools.partial(averaged, decay=0.9), guarded])
+def test_a_transformation_that_takes_no_further_arguments_may_be_kept(kept):
+    tx, params = kept(optax.scale(-0.1)), {"w": jnp.ones(2)}
+    updates, _ = tx.update(params, tx.init(params), params, value=jnp.ones(()))
+    equal(updates, {"w": -0.1 * params["w"]})
+
+
 def test_streams_are_independent_and_the_seed_s_alone():
     key = state.key_of_step(3, 7)
     assert (run.stream(key, "noise") == run.stream(state.key_of_step(3, 7), "noise")).all()

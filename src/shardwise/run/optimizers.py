@@ -35,6 +35,7 @@ def averaged(tx: Any, decay: float) -> optax.GradientTransformation:
     parameters after each step (Kingma and Ba, 2015, section 3). It is float32 at least: in bfloat16
     small updates would round away.
     """
+    tx = optax.with_extra_args_support(tx)
 
     def init(params):
         sums = jax.tree.map(
@@ -60,6 +61,7 @@ def guarded(tx: Any, limit: float = float("inf"), halt: bool = False) -> Any:
     guard's state has further `norm`, that of the last step's gradients, `bad`, whether that step
     was bad, and `halted`, whether one was, with `halt`.
     """
+    tx = optax.with_extra_args_support(tx)
 
     def init(params):
         no = jnp.zeros((), bool)
