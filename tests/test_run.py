@@ -831,8 +831,13 @@ def test_layouts_that_cannot_be_are_refused(roles, told):
         (dict(name="adamz"), "no such function"),
         (dict(name="lars_"), "no such function"),
         (dict(schedule="piecewise_interpolate_schedule"), "needs interpolate_type"),
-        (dict(moments="float8"), "moments='float8' for adamw; expected bfloat16"),
-        (dict(name="lamb", moments="bfloat16"), "for lamb; expected .* as adamw"),
+        (dict(moments="float8"), "moments='float8'; expected bfloat16"),
+        (dict(name="lamb", moments="bfloat16"), "moments='bfloat16', and optax.lamb has no"),
+        (dict(name="sgd", weight_decay=0.05), r"weight_decay=0.05, and optax.sgd has no"),
+        (dict(name="scale_by_adam"), r"schedule='warm.*scale_by_adam has no .* \(learning_rate\)"),
+        (dict(end=1e-4), r"end=0.0001, and optax.warmup_constant_schedule has no"),
+        (dict(schedule="constant_schedule", warmup=50), r"warmup=50, and optax.constant_schedule"),
+        (dict(schedule="identity"), r"peak=0.003, and optax.identity has no"),
     ],
 )
 def test_optimizers_that_cannot_be_are_refused(change, told):
@@ -844,6 +849,22 @@ def test_optimizers_that_cannot_be_are_refused(change, told):
 def test_optimizers_go_by_optax_name(name):
     tx = Optimizer(name=name, schedule="warmup_cosine_decay_schedule").transformation()
     tx.init({"w": jnp.ones((4, 4))})
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "end"),
+    [
+        ("warmup_cosine_decay", 0, 1e-4),
+        ("cosine_decay", 1e-3, 1e-4),
+        ("linear", 1e-3, 1e-4),
+        ("constant", 1e-3, 0),
+        ("piecewise_constant", 1e-3, 0),  # of one piece
+    ],
+)
+def test_schedules_begin_and_end_where_the_settings_say(name, start, end):
+    decay = dict(decay=30, end=end) if end else {}
+    rate = Optimizer(schedule=f"{name}_schedule", peak=1e-3, **decay).rate()
+    np.testing.assert_allclose([rate(0), rate(40)], [start, end or 1e-3], rtol=1e-6)
 
 
 def test_half_of_a_cluster_is_told(monkeypatch, capsys):
