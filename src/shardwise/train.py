@@ -28,6 +28,7 @@ def init(
     draws from uniform distributions, which do not depend on shardings.
 
     Raises:
+      TypeError: `optimizer` is something else, such as settings.
       ValueError: what the rule raises for the parameters, or `rules.follow` for the state.
     """
     graphdef, create = initializer(config, mesh, rule, optimizer)
@@ -36,6 +37,7 @@ def init(
 
 def initializer(config: Config, mesh: Mesh, rule: Any, optimizer: Any) -> tuple[Any, Callable]:
     """(graphdef, create): `create(key)`, jitted, makes (params, opt_state) of `init`."""
+    _check("init", optimizer)
     graphdef, abstract = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
 
     def create(key):
@@ -43,6 +45,14 @@ def initializer(config: Config, mesh: Mesh, rule: Any, optimizer: Any) -> tuple[
         return params, optimizer.init(params)
 
     return graphdef, rules.jit(create, mesh, out_rules=(rule, rules.follow(rule, abstract)))
+
+
+def _check(who, optimizer):
+    if not hasattr(optimizer, "update"):
+        raise TypeError(
+            f"train.{who}: optimizer is {optimizer!r}; expected an optax transformation, as "
+            f"train.optimizer() or train.Optimizer(...).transformation() returns."
+        )
 
 
 def optimizer(
@@ -156,6 +166,7 @@ def step(
       TypeError: outputs that are no loss, or aux beside it.
       ValueError: rows that `microbatches` do not divide, and what `jit` raises.
     """
+    _check("step", optimizer)
     mean_and_grad = objective.value_and_grad(loss, microbatches)
 
     @functools.partial(jit, donate_argnums=(0, 1))
