@@ -100,6 +100,15 @@ def copied(axis):
     return context.ulysses(axis, copies=2)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_no_rows_are_attention_to_nothing(form):
+    attend = context.within(mesh.make(context=4), "context", form("context"))
+    case = random_case(1, 16, 8, 4, 4, context.contiguous, 4)
+    arrays, places = jax.tree.map(lambda x: x[:0], case[:2])
+    found = jax.jit(functools.partial(run, attend, mask=marks.causal))(arrays, places)
+    assert [x.shape for x in found] == [arrays[3].shape, *(x.shape for x in arrays[:3])]
+
+
 # Rows, length, heads, kv heads, head_dim, n; lengths even and odd, groups of 1 to 4.
 CASES = [
     (2, 24, 4, 2, (6, 4), 4, context.ring, context.zigzag, prefix),

@@ -155,6 +155,21 @@ def test_errors_say_what_would_do(arguments, message):
         data.batches(**{"batch": 4, "seq_len": 8, **arguments})
 
 
+@pytest.mark.parametrize("count", [1, 40])  # a file that is cut, and files that are dealt out
+def test_splits_of_one_s_own_documents_are_the_two(tmp_path, count):
+    files = [tmp_path / f"{i}.txt" for i in range(count)]
+    for file in files:
+        file.write_bytes(bytes(20))
+    names = [file.name for file in files]
+    train, validation = (data.documents(files, names, each) for each in ("train", "validation"))
+    assert sum(map(len, train + validation)) == 20 * count and len(train) >= len(validation) > 0
+    for split in "valid", "":
+        with pytest.raises(ValueError, match=f"split is '{split}'; expected 'train' or 'valida"):
+            data.documents(files, names, split)
+    with pytest.raises(ValueError, match="split is 'test'; expected"):
+        data.share(train[0], "test")
+
+
 def test_a_python_without_library_sources_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(data.sysconfig, "get_path", lambda _: str(tmp_path))
     with pytest.raises(FileNotFoundError, match="ships it unzipped"):

@@ -112,6 +112,14 @@ def test_within_a_trace_a_warning_says_so_once():
         run(placed, BATCH)
 
 
+def test_shapes_without_numbers_spend_no_judging():
+    placed, run = layouts.place(LINE, PARAMS), layouts.value_and_grad(LINE, fresh(neighbours))
+    with pytest.raises(TypeError, match="ShapeDtypeStruct"):
+        run(placed, jax.eval_shape(lambda: BATCH))
+    with pytest.raises(Indivisible, match="rows"):
+        run(placed, BATCH)
+
+
 def test_what_is_lowered_is_not_judged():
     placed = layouts.place(LINE, PARAMS)
     lowered = layouts.value_and_grad(LINE, fresh(neighbours)).lower(placed, BATCH)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import itertools
 
 import jax
@@ -508,6 +509,7 @@ def test_arrays_that_do_not_divide_are_left_whole_and_told_or_refused(by):
     assert predicted.held["parameters"] == 40 + 80
     with pytest.warns(UserWarning, match="layouts.describe: 1 of 2 arrays stay whole"):
         described = layouts.describe(layout, params)
+    assert inspect.signature(layouts.describe).return_annotation is type(described)
     assert "no axis divides by 'fsdp'" in described.replicated["bias"]
     with pytest.raises(ValueError, match=r"bias of shape \(10,\).*uneven='replicate'"):
         layouts.place(dataclasses.replace(layout, uneven="error"), params)

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import marks, measure, mesh, model, objective
+from shardwise import marks, measure, mesh, model, objective, topology
 from shardwise.measure import hlo, timing
 from shardwise.measure.counts import Count, Op
 
@@ -210,6 +210,8 @@ def test_collectives_by_axis():
         sent = {axes: part.ring_bytes for axes, part in found.items()}
         assert sent == {("a", "b"): 2 * 64 * 3 / 4, ("b", "c"): 64, ("c",): 32}
         assert list(sent) == [("a", "b"), ("b", "c"), ("c",)]  # the mesh's order, not the program's
+        chips = topology.chips("v5e:2x4").mesh(a=2, b=2, c=2)
+        assert measure.by_axis(measure.collectives(program), chips) == found
     with pytest.raises(ValueError, match=r"number 7, and the mesh \{'a': 4\} has 4"):
         measure.by_axis(measure.collectives(lowered), jax.sharding.AbstractMesh((4,), ("a",)))
 

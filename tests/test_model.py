@@ -15,14 +15,14 @@ from shardwise import layers, marks, model
 SMALL = model.Config(vocab=17, embed=12, layers=2, heads=4, kv_heads=2, head_dim=6, mlp=20)
 
 
-def decoder(config):
-    return model.Decoder(config, rngs=nnx.Rngs(0))
+def decoder(config, kind=model.Decoder):
+    return kind(config, rngs=nnx.Rngs(0))
 
 
 @functools.cache
-def built(config):
+def built(config, kind=model.Decoder):
     """The decoder, which no test changes; in one program, not an operation at a time."""
-    return nnx.jit(decoder, static_argnums=0)(config)
+    return nnx.jit(decoder, static_argnums=(0, 1))(config, kind)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -310,6 +310,51 @@ def test_chunks_take_a_head_and_logits_of_ones_own_also_in_second_derivatives():
     assert np.abs(whole[0]["head"]["bias"][...]).max() > 0.1
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(cut), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5 * (1 + np.abs(a).max()))
+
+
+def test_chunks_sum_a_float64_head_s_gradient_in_float64():
+    def found(chunks):
+        dtypes = dict(dtype=jnp.float64, param_dtype=jnp.float64)
+        config = dataclasses.replace(SMALL, loss_chunks=chunks, **dtypes)
+        graphdef, params = nnx.split(built(config))
+        total = jax.jit(jax.grad(lambda p: model.loss(p, batch, graphdef=graphdef).total))
+        return total(params)["head"]["kernel"][...]
+
+    jax.config.update("jax_enable_x64", True)
+    try:
+        ids = tokens(SMALL)
+        batch = {"tokens": ids, "targets": ids[:, ::-1], "mask": ids % 3 != 0}
+        whole, cut = found(1), found(7)
+        assert cut.dtype == jnp.float64
+        np.testing.assert_allclose(cut, whole, rtol=0, atol=1e-12)
+    finally:
+        jax.config.update("jax_enable_x64", False)
+
+
+class Quantised(model.Decoder):
+    """Whose head is of integers, which nobody trains."""
+
+    def __init__(self, config, rngs):
+        super().__init__(config, rngs)
+        self.head.kernel = nnx.Variable(jnp.round(100 * self.head.kernel[...]).astype(jnp.int8))
+
+    def logits(self, x, head):
+        return super().logits(x, head) / 100
+
+
+def test_chunks_take_a_quantised_head_and_no_rows():
+    ids = tokens(SMALL)
+    batch = {"tokens": ids, "targets": ids[:, ::-1], "mask": ids % 3 != 0}
+
+    def found(chunks):
+        config = dataclasses.replace(SMALL, loss_chunks=chunks)
+        graphdef, params, head = nnx.split(built(config, Quantised), nnx.Param, ...)
+        total = lambda p, b: model.loss(nnx.merge(graphdef, p, head), b).total  # noqa: E731
+        assert jax.eval_shape(total, params, jax.tree.map(lambda x: x[:0], batch)).shape == ()
+        return jax.jit(jax.value_and_grad(total))(params, batch)
+
+    for a, b in zip(jax.tree.leaves(found(7)), jax.tree.leaves(found(1)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -223,6 +223,16 @@ def test_a_trees_own_names_reach_fsdp_over_them():
     assert found == {"w": P(None, "fsdp", "model")}  # and not along the 8 layers
 
 
+@pytest.mark.parametrize("shape", [(8, 3, 5), (7, 3, 5), (7, 15)])
+def test_what_fsdp_advises_does_what_it_says(shape):
+    tree, grid = [jax.ShapeDtypeStruct(shape, jnp.float32)], mesh.make(fsdp=8)
+    with pytest.raises(ValueError, match="pass uneven='replicate' to") as error:
+        rules.FSDPRule("fsdp", min_size=1)(tree, grid)
+    [spec] = rules.FSDPRule("fsdp", min_size=1, uneven="replicate")(tree, grid)
+    assert ("to cut its first axis." in str(error.value)) == (spec == P("fsdp"))
+    assert ("to leave it as it is." in str(error.value)) == (spec == P())
+
+
 def test_names_that_models_carry_already():
     """Those of nnx.with_partitioning, alone and stacked, and of Linen's boxes."""
     getattr(nnx, "use_eager_sharding", lambda _: None)(False)

@@ -307,6 +307,24 @@ def test_a_bad_step_ends_a_run_with_the_state_before_it(tmp_path, reference, mon
     assert lines(tmp_path / "r") == lines(reference[0])
 
 
+def _alone_infinite(params, batch):
+    """A loss that infinite rows make NaN, and its gradients not."""
+    known = jnp.nan_to_num(batch["y"], posinf=0, neginf=0)
+    error = (batch["x"] @ params["w"] - known) ** 2 + (batch["y"] - known)
+    return objective.Mean(error.sum(), jnp.asarray(error.size, F32))
+
+
+def test_a_loss_alone_that_is_not_finite_is_a_bad_step(tmp_path):
+    settings = given(tmp_path / "r", ema=None, steps=5)
+    with pytest.raises(run.BadStep, match=r"step 3, with loss nan .* of \d.* of step 2 is"):
+        run.train(settings, create, _alone_infinite, rows(bad=[17]), TX)
+    settings = dataclasses.replace(settings, resume=True, bad="skip", steps=3)
+    after = run.train(settings, create, _alone_infinite, rows(bad=[17]), TX)
+    assert after.step == 3 and after.opt_state.bad and after.opt_state.norm > 0
+    kept = checkpoint.restore(tmp_path / "r/checkpoints", {"params": after.params}, 2)
+    equal(kept["params"], after.params)
+
+
 def test_a_norm_above_the_limit_is_bad(tmp_path):
     with pytest.raises(run.BadStep, match=r"limit 0\.001"):
         trained(tmp_path / "r", limit=1e-3)
@@ -418,6 +436,13 @@ def test_a_halted_guard_changes_nothing_any_more():
     _, held = tx.update({"w": jnp.array([jnp.nan, 0.0])}, held, params)
     updates, held = tx.update({"w": jnp.ones(2)}, held, params)
     assert held.halted and not held.bad and not updates["w"].any()
+
+
+@pytest.mark.parametrize("kept", [functools.partial(averaged, decay=0.9), guarded])
+def test_a_transformation_that_takes_no_further_arguments_may_be_kept(kept):
+    tx, params = kept(optax.scale(-0.1)), {"w": jnp.ones(2)}
+    updates, _ = tx.update(params, tx.init(params), params, value=jnp.ones(()))
+    equal(updates, {"w": -0.1 * params["w"]})
 
 
 def test_streams_are_independent_and_the_seed_s_alone():
@@ -806,8 +831,13 @@ def test_layouts_that_cannot_be_are_refused(roles, told):
         (dict(name="adamz"), "no such function"),
         (dict(name="lars_"), "no such function"),
         (dict(schedule="piecewise_interpolate_schedule"), "needs interpolate_type"),
-        (dict(moments="float8"), "moments='float8' for adamw; expected bfloat16"),
-        (dict(name="lamb", moments="bfloat16"), "for lamb; expected .* as adamw"),
+        (dict(moments="float8"), "moments='float8'; expected bfloat16"),
+        (dict(name="lamb", moments="bfloat16"), "moments='bfloat16', and optax.lamb has no"),
+        (dict(name="sgd", weight_decay=0.05), r"weight_decay=0.05, and optax.sgd has no"),
+        (dict(name="scale_by_adam"), r"schedule='warm.*scale_by_adam has no .* \(learning_rate\)"),
+        (dict(end=1e-4), r"end=0.0001, and optax.warmup_constant_schedule has no"),
+        (dict(schedule="constant_schedule", warmup=50), r"warmup=50, and optax.constant_schedule"),
+        (dict(schedule="identity"), r"peak=0.003, and optax.identity has no"),
     ],
 )
 def test_optimizers_that_cannot_be_are_refused(change, told):
@@ -819,6 +849,22 @@ def test_optimizers_that_cannot_be_are_refused(change, told):
 def test_optimizers_go_by_optax_name(name):
     tx = Optimizer(name=name, schedule="warmup_cosine_decay_schedule").transformation()
     tx.init({"w": jnp.ones((4, 4))})
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "end"),
+    [
+        ("warmup_cosine_decay", 0, 1e-4),
+        ("cosine_decay", 1e-3, 1e-4),
+        ("linear", 1e-3, 1e-4),
+        ("constant", 1e-3, 0),
+        ("piecewise_constant", 1e-3, 0),  # of one piece
+    ],
+)
+def test_schedules_begin_and_end_where_the_settings_say(name, start, end):
+    decay = dict(decay=30, end=end) if end else {}
+    rate = Optimizer(schedule=f"{name}_schedule", peak=1e-3, **decay).rate()
+    np.testing.assert_allclose([rate(0), rate(40)], [start, end or 1e-3], rtol=1e-6)
 
 
 def test_half_of_a_cluster_is_told(monkeypatch, capsys):

@@ -87,6 +87,15 @@ def test_microbatches_below_one_are_named():
         train.step(LOSS, optax.sgd(0.1), microbatches=0)
 
 
+@pytest.mark.parametrize("given", [train.Optimizer(peak=0.1), train.optimizer])
+def test_settings_are_no_transformation(given):
+    told = r"optimizer is .*; expected an optax transformation, .*\)\.transformation\(\) returns"
+    with pytest.raises(TypeError, match=rf"train\.init: {told}"):
+        train.init(CONFIG, mesh.make(fsdp=1), rules.FSDPRule("fsdp"), given)
+    with pytest.raises(TypeError, match=rf"train\.step: {told}"):
+        train.step(LOSS, given)
+
+
 @pytest.mark.parametrize(
     "tx",
     [

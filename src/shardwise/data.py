@@ -27,8 +27,6 @@ def corpus(split: str = "train") -> tuple[np.ndarray, ...]:
       ValueError: `split` is another string.
       FileNotFoundError: this Python has no source files of its library (a zipped one).
     """
-    if split not in ("train", "validation"):
-        raise ValueError(f"data: split is {split!r}; expected 'train' or 'validation'.")
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(_modules(root))
     if not files:
@@ -47,21 +45,31 @@ def documents(
     `files` are paths, and `names` a string for each, whose checksum alone decides the file's split.
     Where that leaves a split without files, each file is cut: its first nine tenths are for "train"
     and the rest for "validation". Documents of fewer than two bytes are left out.
+
+    Raises:
+      ValueError: `split` is another string.
     """
+    validates = _validates(split)
     held_out = [zlib.crc32(name.encode()) % 10 == 0 for name in names]
     is_by_file = len(set(held_out)) > 1
     if is_by_file:
         chosen = zip(files, held_out, strict=True)
-        files = [file for file, held in chosen if held == (split == "validation")]
+        files = [file for file, held in chosen if held == validates]
     texts = (np.frombuffer(file.read_bytes(), np.uint8) for file in files)
     parts = texts if is_by_file else (share(text, split) for text in texts)
     return tuple(part for part in parts if part.size > 1)
 
 
 def share(array: np.ndarray, split: str) -> np.ndarray:
-    """The split's share of one document [n]: for "train" the first nine tenths, else the rest."""
+    """The split's share of one document [n]: for "train" the first nine tenths, or the rest."""
     at = max(2, array.size * 9 // 10)
-    return array[:at] if split == "train" else array[at:]
+    return array[at:] if _validates(split) else array[:at]
+
+
+def _validates(split):
+    if split not in ("train", "validation"):
+        raise ValueError(f"data: split is {split!r}; expected 'train' or 'validation'.")
+    return split == "validation"
 
 
 def _modules(root):

@@ -20,6 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from shardwise import experts, marks, objective
 from shardwise.experts.mixture import Experts, Routing
 from shardwise.layers import Config, Latent, Linear, RMSNorm, drop, normed, rotary, unrolled
+from shardwise.objective.means import widened
 
 __all__ = ["Config", "Decoder", "cross_entropy", "loss", "program", "routed_loss"]
 
@@ -205,7 +206,7 @@ def _slope(primals, tangents):
 
 @jax.custom_jvp
 def _summed_in(wide, x):
-    """`x`, whose gradient goes to `wide`: what a loop adds to it is summed in float32."""
+    """`x`, whose gradient goes to `wide`: what a loop adds to it is summed in its dtype."""
     return x
 
 
@@ -240,10 +241,10 @@ def _in_chunks(decoder, x, batch):
             f"a device's part of it; expected a divisor."
         )
     given = dict(x=x, targets=batch["targets"], mask=batch["mask"])
-    cut = {name: a.reshape(len(a), -1, n, *a.shape[2:]) for name, a in given.items()}
+    cut = {name: a.reshape(len(a), a.shape[1] // n, n, *a.shape[2:]) for name, a in given.items()}
     graphdef, state = nnx.split(decoder.last)
     used = jax.lax.stop_gradient(state)
-    wide = jax.tree.map(lambda a: a.astype(jnp.float32), state)
+    wide = widened(state)
 
     @functools.partial(jax.checkpoint, prevent_cse=False, policy=_KEPT)
     def nats(chunk):

@@ -28,6 +28,7 @@ def init(
     draws from uniform distributions, which do not depend on shardings.
 
     Raises:
+      TypeError: `optimizer` is something else, such as settings.
       ValueError: what the rule raises for the parameters, or `rules.follow` for the state.
     """
     graphdef, create = initializer(config, mesh, rule, optimizer)
@@ -36,6 +37,7 @@ def init(
 
 def initializer(config: Config, mesh: Mesh, rule: Any, optimizer: Any) -> tuple[Any, Callable]:
     """(graphdef, create): `create(key)`, jitted, makes (params, opt_state) of `init`."""
+    _check("init", optimizer)
     graphdef, abstract = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
 
     def create(key):
@@ -43,6 +45,14 @@ def initializer(config: Config, mesh: Mesh, rule: Any, optimizer: Any) -> tuple[
         return params, optimizer.init(params)
 
     return graphdef, rules.jit(create, mesh, out_rules=(rule, rules.follow(rule, abstract)))
+
+
+def _check(who, optimizer):
+    if not hasattr(optimizer, "update"):
+        raise TypeError(
+            f"train.{who}: optimizer is {optimizer!r}; expected an optax transformation, as "
+            f"train.optimizer() or train.Optimizer(...).transformation() returns."
+        )
 
 
 def optimizer(
@@ -59,8 +69,9 @@ class Optimizer:
 
     Each function gets those of these arguments that it has. A schedule's `peak_value` and `value`
     are `peak`, `warmup_steps` is `warmup`, `decay_steps` and `transition_steps` are `decay`, and
-    `end_value` is `end`; its `init_value` is `peak` in "linear_schedule" and
-    "cosine_decay_schedule", else 0. The optimizer's `learning_rate` is the schedule.
+    `end_value` is `end`, as `alpha` relative to `peak`; its `init_value` is 0 where it has a
+    `peak_value`, else `peak`. The optimizer's `learning_rate` is the schedule. A setting that is
+    neither 0 nor its default, and that the function has no argument for, is an error.
     """
 
     name: str = "adamw"  #: The optimizer's function.
@@ -68,39 +79,60 @@ class Optimizer:
     peak: float = 3e-3  #: The learning rate after the warm-up.
     warmup: int = 20  #: The steps of the warm-up.
     decay: int = 1000  #: The step at which a schedule has decayed, counted from the run's first.
-    end: float = 0.0  #: The learning rate from that step on (cosine_decay_schedule has 0).
+    end: float = 0.0  #: The learning rate from that step on.
     weight_decay: float = 0.1  #: The optimizer's factor of weight decay.
     clip: float | None = 1.0  #: Global norm to which gradients are clipped. None clips nothing.
     moments: str | None = None  #: Dtype of the first moment. None is that of the parameters.
 
     def rate(self) -> Any:
         """The schedule, a function of the step, from 0 on, to the learning rate; a ValueError if
-        optax has no such schedule, or the schedule needs an argument that is no field here.
+        optax has no such schedule, or it needs an argument that is no field here, or lacks one.
         """
-        begins = self.schedule in ("linear_schedule", "cosine_decay_schedule")  # at the peak
-        given = dict(init_value=self.peak if begins else 0.0, end_value=self.end)
-        given |= dict.fromkeys(("value", "peak_value"), self.peak)
-        given |= dict.fromkeys(("transition_steps", "decay_steps"), self.decay)
-        return _called("schedule", self.schedule, warmup_steps=self.warmup, **given)
+        begins = 0.0 if "peak_value" in _takes("schedule", self.schedule) else self.peak
+        return self._called(
+            "schedule",
+            peak=dict(value=self.peak, peak_value=self.peak, init_value=begins),
+            warmup=dict(warmup_steps=self.warmup),
+            decay=dict(decay_steps=self.decay, transition_steps=self.decay),
+            end=dict(end_value=self.end, alpha=self.end / (self.peak or 1)),
+        )
 
     def transformation(self) -> optax.GradientTransformation:
         """The optax transformation that clips gradients, then runs the optimizer; a ValueError as
-        in `rate`, for `name` too, or if `moments` is neither "bfloat16" nor "float32", or the
-        optimizer has no argument for it.
+        in `rate`, for `name` too, or if `moments` is neither "bfloat16" nor "float32".
         """
-        given = dict(learning_rate=self.rate(), weight_decay=self.weight_decay)
-        if self.moments is not None:
-            takes = inspect.signature(_found("name", self.name)).parameters
-            names = {"mu_dtype", "accumulator_dtype", "dtype_momentum"} & takes.keys()
-            if self.moments not in ("bfloat16", "float32") or not names:
-                raise ValueError(
-                    f"train: optimizer.moments={self.moments!r} for {self.name}; expected bfloat16 "
-                    f"or float32, of an optimizer that lets its first moment's dtype be chosen, as "
-                    f"adamw."
-                )
-            given |= dict.fromkeys(names, jnp.dtype(self.moments))
-        tx = _called("name", self.name, **given)
+        if self.moments not in (None, "bfloat16", "float32"):
+            raise ValueError(
+                f"train: optimizer.moments={self.moments!r}; expected bfloat16 or float32."
+            )
+        names = ("mu_dtype", "accumulator_dtype", "dtype_momentum") if self.moments else ()
+        tx = self._called(
+            "name",
+            schedule=dict(learning_rate=self.rate()),
+            weight_decay=dict(weight_decay=self.weight_decay),
+            moments=dict.fromkeys(names, jnp.dtype(self.moments)),
+        )
         return tx if self.clip is None else optax.chain(optax.clip_by_global_norm(self.clip), tx)
+
+    def _called(self, kind, **given):
+        """What the function returns for the arguments, {setting: {name: value}}, that it has."""
+        name, first = getattr(self, kind), next(iter(given))
+        takes = _takes(kind, name)
+        for setting, arguments in given.items():
+            said = getattr(self, setting)
+            asked = setting == first or said not in (0, getattr(type(self), setting))
+            if asked and takes.keys().isdisjoint(arguments):
+                raise ValueError(
+                    f"train: optimizer.{setting}={said!r}, and optax.{name} has no argument for "
+                    f"it ({', '.join(arguments)}); leave it out, or choose another {kind}."
+                )
+        values = {n: x for arguments in given.values() for n, x in arguments.items() if n in takes}
+        if lacks := [n for n, p in takes.items() if p.default is p.empty and n not in values]:
+            raise ValueError(
+                f"train: optax.{name} needs {', '.join(lacks)}, which the settings do not have; "
+                f"make it in a file of yours, and hand it to run.train(..., tx=...)."
+            )
+        return _found(kind, name)(**values)
 
 
 def _found(setting, name):
@@ -112,16 +144,8 @@ def _found(setting, name):
     return function
 
 
-def _called(setting, name, **given):
-    function = _found(setting, name)
-    takes = inspect.signature(function).parameters
-    lacks = [n for n, p in takes.items() if p.default is p.empty and n not in given]
-    if lacks:
-        raise ValueError(
-            f"train: optax.{name} needs {', '.join(lacks)}, which the settings do not have; make "
-            f"it in a file of yours, and hand it to run.train(..., tx=...)."
-        )
-    return function(**{n: value for n, value in given.items() if n in takes})
+def _takes(setting, name):
+    return inspect.signature(_found(setting, name)).parameters
 
 
 def step(
@@ -142,6 +166,7 @@ def step(
       TypeError: outputs that are no loss, or aux beside it.
       ValueError: rows that `microbatches` do not divide, and what `jit` raises.
     """
+    _check("step", optimizer)
     mean_and_grad = objective.value_and_grad(loss, microbatches)
 
     @functools.partial(jit, donate_argnums=(0, 1))

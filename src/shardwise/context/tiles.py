@@ -48,8 +48,7 @@ def tiled(x: jax.Array, block: int, axis: int = 1) -> jax.Array:
 
 def joined(tiles: jax.Array) -> jax.Array:
     """The inverse of `tiled`, along axis 1."""
-    x = jnp.moveaxis(tiles, 0, 1)
-    return x.reshape(len(x), -1, *x.shape[3:])
+    return jax.lax.collapse(jnp.moveaxis(tiles, 0, 1), 1, 3)
 
 
 def nothing(q: jax.Array, depth: int) -> Sums:

@@ -24,15 +24,20 @@ def judged(run: Callable, layout: Layout, loss: Callable, has_aux, aux, who: str
     """`run`, of `(params, ..., batch, *args, key=None)`, whose loss its first call with numbers
     judges; that a call has none is said once.
     """
-    waits, told, place = True, False, 1 if who == "layouts.step" else 0  # of the batch
+    waits, told = bool(ways_of(layout)), False
+    place = 1 if who == "layouts.step" else 0  # of the batch
+    no_numbers = jax.ShapeDtypeStruct, jax.core.Tracer
 
     def call(params, *args, key=None):
         nonlocal waits, told
         reason = None
         if waits:
             batch, *further = args[place:]
-            waits = _is_abstract((params, batch, further, key))
-            reason = judge(layout, loss, params, batch, tuple(further), key, has_aux, aux)
+            leaves = jax.tree.leaves((params, batch, further, key))
+            waits = any(isinstance(x, no_numbers) for x in leaves)
+            reason = "within a trace of the caller's there are no numbers"
+            if not waits:
+                reason = judge(layout, loss, params, batch, tuple(further), key, has_aux, aux)
         out = run(params, *args, key=key)  # which raises what is wrong with the loss itself
         if reason is not None and not told:
             told = True
@@ -46,20 +51,12 @@ def judge(layout, loss, params, batch, args=(), key=None, has_aux=False, aux="su
     """The reason why a loss was not judged; None where it divides as the layout divides its batch.
     `Indivisible` where it does not.
     """
-    ways, leaves = ways_of(layout), jax.tree.leaves((params, batch, args, key))
-    if not ways or any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+    if not (ways := ways_of(layout)):
         return None
-    if any(isinstance(x, jax.core.Tracer) for x in leaves):
-        return "within a trace of the caller's there are no numbers"
     parts = layout.exact or layout.parts(layout.rows) * layout.microbatches
     rows = beforehand.unit_of(batch) // parts
     case = beforehand.Case(loss, params, batch, args, key, has_aux, aux, mesh=layout.auto)
     return beforehand.judge(case, ways, rows) if rows else None
-
-
-def _is_abstract(tree):
-    kinds = jax.ShapeDtypeStruct, jax.core.Tracer
-    return any(isinstance(x, kinds) for x in jax.tree.leaves(tree))
 
 
 def ways_of(layout: Layout) -> tuple[str, ...]:

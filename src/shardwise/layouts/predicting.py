@@ -13,6 +13,7 @@ from shardwise import rules
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.placing import abstract, array_layouts, parameter_rule, shardings
 from shardwise.layouts.sent import LayoutLedger
+from shardwise.rules.placement import Description
 
 TOO_MUCH = 0.05  # of the parameters' bytes, to stay whole for want of an axis that divides
 
@@ -94,7 +95,7 @@ def predict(
     return Prediction(held, sent.along, whole)
 
 
-def describe(layout: Layout, params: Any) -> Any:
+def describe(layout: Layout, params: Any) -> Description:
     """How `params` lie, which may be abstract: the `Description` that `rules.describe` returns."""
     _whole(layout, array_layouts(layout, params), abstract(params), "layouts.describe")
     return rules.describe(parameter_rule(layout), params, layout.auto)

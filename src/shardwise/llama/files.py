@@ -3,6 +3,7 @@ written, by process 0.
 """
 
 import contextlib
+import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -35,8 +36,7 @@ def load(
     `config` is by default that of `llama.config(folder)`: bfloat16 stays bfloat16. One that is
     given has the same sizes; its `param_dtype` is what weights become. Without a mesh all lies on
     the default device. A process reads once what its devices need, and holds at a time no more
-    than their part of one parameter (where head_dim is cut, each device reads whole heads, a
-    layer's at a time). A tied head becomes a parameter of its own, as `tied=False` has it.
+    than their part of one parameter. A tied head becomes one of its own, as `tied=False` has it.
 
     Raises:
       FileNotFoundError: a file is missing.
@@ -99,17 +99,22 @@ def _part(weight, each, asked, sizes, dtype):
     """The entries `asked`, (start, stop) for each axis, of a parameter, filled layer by layer."""
     taken = dict(zip(weight.ours, asked, strict=True))
     first, last = taken.pop("l", (0, 1))
-    read, unmerged, within = [], [], []  # of each file's array
+    runs = []  # for each axis of a file's array (places in ours, its slice); of cut heads, of each
     for outer, *inner in weight.theirs.split():
-        (start, stop), sides = taken[outer], [sizes[letter] for letter in inner]
-        read.append(slice(start * math.prod(sides), stop * math.prod(sides)))
-        unmerged += [stop - start, *sides]
-        within += [slice(None), *(slice(*taken[letter]) for letter in inner)]
+        (start, stop), size = taken[outer], math.prod(sizes[letter] for letter in inner)
+        low, high = taken[inner[0]] if inner else (0, size)
+        heads = ((i - start, slice(i * size + low, i * size + high)) for i in range(start, stop))
+        whole = [(slice(None), slice(start * size, stop * size))]
+        pairs, rest = heads if high - low < size else whole, [slice(None)] * len(inner)
+        runs.append([((at, *rest), theirs) for at, theirs in pairs])
     out = np.empty([stop - start for start, stop in asked], dtype)
-    layers, order = out if weight.stacked else out[None], "{}->{}".format(*weight.orders)
-    for i in range(first, last):  # from "hd e" to "hde" to "ehd"
-        part = each[i][tuple(read)].reshape(unmerged)[tuple(within)]
-        layers[i - first] = np.einsum(order, part)
+    layers, order = out if weight.stacked else out[None], "{1}->{0}".format(*weight.orders)
+    for i in range(first, last):
+        layer = np.einsum(order, layers[i - first])  # a view, from "ehd" to "hde"
+        for run in itertools.product(*runs):
+            ours, theirs = zip(*run, strict=True)
+            part = layer[sum(ours, ())]
+            part[...] = each[i][theirs].reshape(part.shape)
     return out
 
 

@@ -1,12 +1,12 @@
 """Counts of collectives: a mapping by kind, a list, parts by mesh axis, shown as tables."""
 
 import html
+import math
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
 
 from .hlo import Array
 
@@ -147,11 +147,11 @@ def parted(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[An
     return parts
 
 
-def by_axis(found: Collectives, mesh: Mesh | AbstractMesh) -> dict[tuple[str, ...], Collectives]:
+def by_axis(found: Collectives, mesh: Any) -> dict[tuple[str, ...], Collectives]:
     """A dict from tuples of mesh axes to the `Collectives` of `found` along exactly these.
 
-    Keys, and the axes in each, are in the order of `mesh`, the program's (of a `ChipMesh` its
-    `abstract`). An axis is in a key if devices that take part together differ in their place along
+    Keys, and the axes in each, are in the order of `mesh`, the program's, a `topology.ChipMesh` or
+    one of JAX's. An axis is in a key if devices that take part together differ in their place along
     it, as in `("data", "model")` for a sum over both. What moves nothing is left out.
 
     Raises:
@@ -166,10 +166,10 @@ def by_axis(found: Collectives, mesh: Mesh | AbstractMesh) -> dict[tuple[str, ..
                 f"measure.by_axis: {op.name}, a {op.kind}, tells who takes part by places on the "
                 f"chips, not by numbers; leave it out."
             )
-        if (last := max(map(max, op.groups))) >= mesh.size:
+        if (last := max(map(max, op.groups))) >= math.prod(shape):
             raise ValueError(
                 f"measure.by_axis: {op.name} runs among devices up to number {last}, and the mesh "
-                f"{dict(mesh.shape)} has {mesh.size}; give the mesh that it was written for."
+                f"{dict(mesh.shape)} has {math.prod(shape)}; give the mesh that it was written for."
             )
         places = [np.stack(np.unravel_index(group, shape)) for group in op.groups]
         differ = np.any([np.ptp(place, axis=1) > 0 for place in places], axis=0)

@@ -53,9 +53,8 @@ def own(
     17 decoders of layers in scans, 11 % low to 5 % high for networks of Flax's parts in none.
     `shardwise plan --own FILE --chips v5e:4x4 --compile 3` has it judge the best three. In Python,
     `from shardwise.plan import compiling` has a function that judges one candidate of what
-    `found = own(...)` returned, `compiling.check(candidate, found)`: what comes back has `.fit`, as
-    `measure.fits` returns it, and `.sent`, {kind: ring bytes} of the compiled program.
-    `topology.compile` judges a layout that is not among these.
+    `found = own(...)` returned, `compiling.check(candidate, found)`. `topology.compile` judges a
+    layout that is not among these.
 
     Seconds are a roofline. FLOPs of products are counted in the program of one device, compiled for
     this machine, and taken to grow with the rows; MFU counts three times those of the forward pass,

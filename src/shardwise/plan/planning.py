@@ -52,13 +52,7 @@ class Candidate:
 
     @property
     def step(self) -> Step:
-        """The step on the busiest stage: its `.seconds`, and those of its parts.
-
-        These are `.arithmetic`, `.weights` (to read them), `.update`, `.host` (one way), `.waited`
-        and `.hidden` (transfers that products wait for, and others). `.in_turn` are the seconds if
-        nothing ran beside anything, `.bound` if all did. `.bubble` is the share that stages wait,
-        `.binds` names what takes longest. Each of `.transfers` has `.sent`, `.over`, `.seconds`.
-        """
+        """The `seconds.Step` on the busiest stage."""
         return self.costs()[1]
 
     @property

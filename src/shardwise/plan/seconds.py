@@ -31,9 +31,9 @@ class Step:
     """The seconds of a step on the busiest stage, and what they are made of.
 
     `arithmetic` at the chip's peak; `weights`, to read them from HBM for every microbatch;
-    `update`, to read and write parameters and state; `transfers`, each by itself. `bubble` is the
-    share of a step that devices wait for other stages. `host` is how long activations take to the
-    host, and as long again back.
+    `update`, to read and write parameters and state; `transfers`, each with what is `sent`, `over`
+    which links, and its `seconds`. `bubble` is the share of a step that devices wait for other
+    stages. `host` is how long activations take to the host, and as long again back.
     """
 
     arithmetic: float

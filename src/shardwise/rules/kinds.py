@@ -248,14 +248,16 @@ class FSDPRule(Rule):
         inner = [i for i in free if not self._layers(leaf, i)]
         if fits := dividing(leaf.shape, inner, size):
             return fits
+        first = dividing(leaf.shape, free if self._unsaid(leaf) else [], size)
         if self.uneven == "replicate":
-            return dividing(leaf.shape, free if self._unsaid(leaf) else [], size)
+            return first
         asked = " Its first axis may be one of layers: say by stacked=, a predicate on paths."
         open_axes = ", ".join(f"{leaf.axis(i)} of {leaf.shape[i]}" for i in inner) or "none"
         raise ValueError(
             f"FSDPRule: {leaf.label} of shape {leaf.shape} has no axis that divides over "
             f"{self.axis!r} ({size}); free are: {open_axes}. Choose other sizes, raise "
-            f"min_size={self.min_size}, or pass uneven='replicate' to leave it as it is."
+            f"min_size={self.min_size}, or pass uneven='replicate' to "
+            f"{'cut its first axis' if first else 'leave it as it is'}."
             f"{asked if self._unsaid(leaf) else ''}"
         )
 

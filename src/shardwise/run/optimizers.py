@@ -35,6 +35,7 @@ def averaged(tx: Any, decay: float) -> optax.GradientTransformation:
     parameters after each step (Kingma and Ba, 2015, section 3). It is float32 at least: in bfloat16
     small updates would round away.
     """
+    tx = optax.with_extra_args_support(tx)
 
     def init(params):
         sums = jax.tree.map(
@@ -54,11 +55,13 @@ def averaged(tx: Any, decay: float) -> optax.GradientTransformation:
 
 
 def guarded(tx: Any, limit: float = float("inf"), halt: bool = False) -> Any:
-    """`tx` with a guard: a step whose gradients' norm is not finite, or above `limit`, changes
-    neither parameters nor `inner`, the state of `tx` in the guard's. With `halt` no step after it
-    changes them either. The guard's state has further `norm`, that of the last step's gradients,
-    `bad`, whether that step was bad, and `halted`, whether one was, with `halt`.
+    """`tx` with a guard: a step whose gradients' norm is not finite, or above `limit`, or whose
+    loss is not finite (`value=`, as `layouts.step` gives it), changes neither parameters nor
+    `inner`, the state of `tx` in the guard's. With `halt` no step after it changes them either. The
+    guard's state has further `norm`, that of the last step's gradients, `bad`, whether that step
+    was bad, and `halted`, whether one was, with `halt`.
     """
+    tx = optax.with_extra_args_support(tx)
 
     def init(params):
         no = jnp.zeros((), bool)
@@ -66,7 +69,7 @@ def guarded(tx: Any, limit: float = float("inf"), halt: bool = False) -> Any:
 
     def update(grads, state, params=None, **extra):
         norm = optax.tree.norm(grads).astype(jnp.float32)
-        bad = ~(jnp.isfinite(norm) & (norm <= limit))
+        bad = ~(jnp.isfinite(norm) & (norm <= limit) & jnp.isfinite(extra.get("value", 0.0)))
         skip = bad | state.halted
         updates, inner = tx.update(grads, state.inner, params, **extra)
         updates = jax.tree.map(lambda u: jnp.where(skip, jnp.zeros_like(u), u), updates)

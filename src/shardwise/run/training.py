@@ -23,7 +23,7 @@ from shardwise.run.state import Result
 
 class BadStep(RuntimeError):
     """The error of a bad step: its loss or its gradients' norm is not finite, or the norm is above
-    `settings.limit`. With `bad="skip"` none is raised; the update stays where only the loss is bad.
+    `settings.limit`. Its update is left out. With `bad="skip"` none is raised.
     """
 
 
@@ -75,8 +75,7 @@ def train(
       ValueError: settings or facts differ from the saved ones; metrics are damaged; aux has a name
         that the metrics use; `settings.batch` does not split over devices and microbatches.
       TypeError: `batches` or `loss` are not of the kinds above.
-      BadStep: a bad step, where `settings.bad` says stop; the state before it is saved, but not
-        where only the loss is bad.
+      BadStep: a bad step, where `settings.bad` says stop; the state before it is saved.
       Exception: what `shardwise.layouts` and `shardwise.checkpoint` raise.
     """
     given = create, (loss, has_aux, aux), batches, tx, validation, sample, dict(facts or {}), flops
@@ -203,11 +202,11 @@ class _Run:
         record = {name: np.asarray(x).tolist() for name, x in jax.device_get(record).items()}
         stop, bad = record.pop("stop"), record.pop("bad")
         self.notes.say(self.notes.last.doing, line=self.report.step(step, record, bad))
-        if bad or not np.isfinite(record["loss"]):
-            self._bad(step, record, applied=not bad)
+        if bad:
+            self._bad(step, record)
         return bool(stop)
 
-    def _bad(self, step, record, applied):
+    def _bad(self, step, record):
         """Keep the batch of a bad step, and end the run where that is asked."""
         name = f"batches/{step}.npz"
         if jax.process_index() == 0:
@@ -220,11 +219,10 @@ class _Run:
             f"{self.settings.run / name}"
         )
         if self.settings.bad == "skip":
-            self.report.print(f"{'Bad' if applied else 'Skipped'}: {told}.")
+            self.report.print(f"Skipped: {told}.")
             return
-        if not applied:  # the guard has held the state since
-            self.opt_state = released(self.opt_state)
-            self._save(step - 1)
+        self.opt_state = released(self.opt_state)  # the guard has held it since
+        self._save(step - 1)
         checkpoint.wait(self.folder.checkpoints)
         raise BadStep(
             f"run: bad {told}. The state of step {self.saved_at} is saved. Look at the batch, or "
