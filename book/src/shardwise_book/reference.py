@@ -29,8 +29,10 @@ from .times import link, table
 SECTION = re.compile(r"(Raises|Returns|Yields|Args|Attributes|Example|Note):$")
 LONGEST = "python_maximum_signature_line_length"  # above it, each parameter has a line
 PUBLIC = (  # what annotations become: without modules, then as readers write it
-    (r"~shardwise\.costs\.arrays\.", "plan."),  # beside run.Roles
-    (r"~?\b(?!plan\.)[a-z_][\w.]*\.(?=\w)", ""),
+    (r"~shardwise\.costs\.arrays\.(Roles)", r"plan.\1"),  # of names that two rooms have
+    (r"~shardwise\.\w+\.(\w+\.Sent)", r"\1"),
+    (r"~?\b(?!(?:plan|forms|ledger)\.)[a-z_][\w.]*\.(?=\w)", ""),
+    (r"Callable\[\[\.\.\.\], Any\]", "Callable"),
     (r"Array \| ndarray \| [\w |]+ \| complex", "ArrayLike"),
     (r"\bArray\b", "jax.Array"),
     (r"\bndarray\b", "np.ndarray"),

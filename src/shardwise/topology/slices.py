@@ -31,6 +31,7 @@ class Chips:
 
     @property
     def chip(self) -> Chip:
+        """The `Chip` of this kind."""
         return CHIPS[self.kind]
 
     @property
