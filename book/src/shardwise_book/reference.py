@@ -18,7 +18,7 @@ from typing import Any
 
 from docutils import nodes
 from sphinx.application import Sphinx
-from sphinx.ext.autodoc import ClassDocumenter, PropertyDocumenter
+from sphinx.ext.autodoc import AttributeDocumenter, ClassDocumenter, PropertyDocumenter
 from sphinx.util.docutils import SphinxDirective
 from sphinx.util.inspect import object_description
 from sphinx.util.typing import stringify_annotation
@@ -29,12 +29,13 @@ from .times import link, table
 SECTION = re.compile(r"(Raises|Returns|Yields|Args|Attributes|Example|Note):$")
 LONGEST = "python_maximum_signature_line_length"  # above it, each parameter has a line
 PUBLIC = (  # what annotations become: without modules, then as readers write it
+    (r"~?jax\.[\w.]*\bArray\b", "JaxArray"),
     (r"~shardwise\.costs\.arrays\.(Roles)", r"plan.\1"),  # of names that two rooms have
     (r"~shardwise\.\w+\.(\w+\.Sent)", r"\1"),
     (r"~?\b(?!(?:plan|forms|ledger)\.)[a-z_][\w.]*\.(?=\w)", ""),
-    (r"Callable\[\[\.\.\.\], Any\]", "Callable"),
-    (r"Array \| ndarray \| [\w |]+ \| complex", "ArrayLike"),
-    (r"\bArray\b", "jax.Array"),
+    (r"Callable\[\[\.\.\.\], (Any\])?", lambda found: "Callable" if found[1] else "Callable[..., "),
+    (r"JaxArray \| ndarray \| [\w |]+ \| complex", "ArrayLike"),
+    (r"\bJaxArray\b", "jax.Array"),
     (r"\bndarray\b", "np.ndarray"),
     (r"\bdtype\b", "np.dtype"),
     (r"\bP\b", "PartitionSpec"),
@@ -165,6 +166,18 @@ class Renamed(ClassDocumenter):
         return found
 
 
+class Field(AttributeDocumenter):
+    """Shows a field's default as a signature does."""
+
+    def add_directive_header(self, sig: str) -> None:
+        super().add_directive_header(sig)
+        if not super().should_suppress_value_header():
+            self.add_line(f"   :value: {default_text(self.object)}", self.get_sourcename())
+
+    def should_suppress_value_header(self) -> bool:
+        return True  # what Sphinx would show is added above
+
+
 class Typed(PropertyDocumenter):
     """Shows a property with its type."""
 
@@ -204,5 +217,6 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-skip-member", skip)
     app.connect("config-inited", lambda app, config: setattr(config, LONGEST, 100))
     app.add_autodocumenter(Renamed, override=True)
+    app.add_autodocumenter(Field, override=True)
     app.add_autodocumenter(Typed, override=True)
     app.add_directive("module-table", ModuleTable)

@@ -72,8 +72,9 @@ class Roles:
     dtype: Literal["float32", "bfloat16"] | None = None
     #: Dtype of gradients' sums, "float32" or "bfloat16"; None is that in which weights are used.
     reduce_dtype: Literal["float32", "bfloat16"] | None = None
-    #: A policy of jax.checkpoint_policies that needs no arguments, as "nothing_saveable", or
-    #: "offload" to the host. With None only the loss itself says what is recomputed.
+    #: A policy of jax.checkpoint_policies: "nothing_saveable", "everything_saveable",
+    #: "dots_saveable" or "dots_with_no_batch_dims_saveable"; or "offload", of what enters layers to
+    #: the host. With None only the loss itself says what is recomputed.
     remat: str | None = None
     #: Blocks of rows, a power of two, for the same bits on 1, 2, 4 ... up to so many devices; 0 for
     #: none.
@@ -207,8 +208,9 @@ def flags(
 ) -> Settings:
     """The `Settings` of a command line, by the flags of `shardwise train`; the rest is `default`'s.
 
-    For a run that goes on (`--resume`) the rest is as it was saved, but for the processes'
-    addresses and the trace, which differ each time.
+    `argv` are the words of the command line, by default those of this process, `prog` the program's
+    name in its help. For a run that goes on (`--resume`) the rest is as it was saved, but for the
+    processes' addresses and the trace, which differ each time.
 
     Raises:
       SystemExit: a flag that is unknown or cannot be read (status 2), or `--help` (0).

@@ -67,7 +67,7 @@ def train(
         rows say "mean", or return a `Mean`, since "sum" adds it up once for each part.
 
     Returns:
-      A `Result`: the last step, its loss, and the arrays, laid out as in the run.
+      A `Result`, with the arrays laid out as in the run.
 
     Raises:
       FileExistsError: the folder has a run, and `settings.resume` is false.
