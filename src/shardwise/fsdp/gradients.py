@@ -76,8 +76,8 @@ def value_and_grad(
       zero: ZeRO's number. 3 is as above; 2 gathers all before the loss and scatters gradients of
         each microbatch, at `marks.use` where it can, so that they are never all whole; 1 sums the
         microbatches' gradients whole, and scatters once.
-      dtype: in which weights are gathered and used; default their own.
-      reduce_dtype: in which gradients are reduced; default the gathered dtype.
+      dtype: that in which weights are gathered and used, as jnp.bfloat16; default their own.
+      reduce_dtype: that in which gradients are reduced; default the gathered dtype.
 
     Raises, when called:
       ValueError: an axis that the mesh lacks, parameters that lie otherwise, rows or a sequence
