@@ -8,6 +8,7 @@ which runs after this. Signatures show the types in them, by names that readers 
 
 import ast
 import dataclasses
+import html
 import inspect
 import re
 import types
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
+from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.ext.autodoc import AttributeDocumenter, ClassDocumenter, PropertyDocumenter
 from sphinx.util.docutils import SphinxDirective
@@ -150,6 +152,12 @@ def default_text(value: Any) -> str:
     return object_description(value)
 
 
+def _bare(translator, node):
+    """Writes the marks between types without the two tags around each, a tenth of a page."""
+    translator.body.append(html.escape(node.astext()))
+    raise nodes.SkipNode
+
+
 def skip(app: Sphinx, what: str, name: str, obj: Any, skipped: bool, options: Any) -> bool | None:
     """A named tuple's fields, of which Python itself says only their number."""
     return True if (getattr(obj, "__doc__", "") or "").startswith("Alias for field") else None
@@ -219,4 +227,5 @@ def setup(app: Sphinx) -> None:
     app.add_autodocumenter(Renamed, override=True)
     app.add_autodocumenter(Field, override=True)
     app.add_autodocumenter(Typed, override=True)
+    app.add_node(addnodes.desc_sig_punctuation, override=True, html=(_bare, None))
     app.add_directive("module-table", ModuleTable)
