@@ -21,7 +21,7 @@ _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2
 
 @functools.cache
 def corpus(split: str = "train") -> tuple[np.ndarray, ...]:
-    """The documents, uint8 [bytes] of each file, of a split: "train" or "validation".
+    """A tuple of the documents, each uint8 [bytes], of a split: "train" or "validation".
 
     Raises:
       ValueError: `split` is another string.
@@ -40,9 +40,10 @@ def corpus(split: str = "train") -> tuple[np.ndarray, ...]:
 def documents(
     files: Sequence[Path], names: Sequence[str], split: str = "train"
 ) -> tuple[np.ndarray, ...]:
-    """The documents of a split, uint8 [bytes] of each file: one in ten is for validation.
+    """A tuple of the documents of a split, the uint8 [bytes] of each of its files.
 
-    `files` are paths, and `names` a string for each, whose checksum alone decides the file's split.
+    `files` are paths, and `names` a string for each, whose checksum alone decides the file's split:
+    one in ten is for "validation", the rest for "train".
     Where that leaves a split without files, each file is cut: its first nine tenths are for "train"
     and the rest for "validation". Documents of fewer than two bytes are left out.
 
@@ -157,8 +158,8 @@ def rows(
 ) -> grain.MapDataset:
     """A `grain.MapDataset` of rows of documents, by number: endless, shuffled anew in each epoch.
 
-    Documents are arrays of token numbers. Row i is a dict as a batch's in `batches`, of arrays
-    [seq_len]. With seed=None rows are in order.
+    Documents are arrays int [tokens] of token numbers. Row i is a dict as a batch's in `batches`,
+    of arrays [seq_len]. With seed=None rows are in order.
     """
     count, window = _windows(documents, seq_len, packed)
     each = grain.MapDataset.range(count)

@@ -77,7 +77,7 @@ def _meaning(mark, unbound=lambda x, *_: x):
 
 
 def constrain(x: Any, name: str) -> Any:
-    """`x`, an activation known as `name`: a place where a layout may be pinned."""
+    """`x`, an array, the activation known as `name`: a place where a layout may be pinned."""
     return _meaning("constrain")(x, name)
 
 
@@ -113,10 +113,11 @@ def index(axis: str, size: int) -> jax.Array:
 
 
 def total(x: Any, axes: tuple[str, ...] = ("rows", "sequence")) -> Any:
-    """The sum of `x`, statistics of a part, over the parts into which `axes` divide the batch.
+    """The sum of `x`, statistics of a part, over the parts into which `axes` cut the batch.
 
-    Unbound it is `x`, a pytree. No gradient flows through it: each part would add its gradient of
-    the one sum. Over "rows" it is refused with several microbatches, none of which sees the others.
+    Unbound it is `x`, a pytree; `axes` are "rows", "sequence" or both. No gradient flows through
+    it: each part would add its gradient of the one sum. Over "rows" it is refused with several
+    microbatches, none of which sees the others.
     """
     return _meaning("total")(jax.lax.stop_gradient(x), axes)
 
@@ -181,7 +182,7 @@ class Places(NamedTuple):
 
 
 def causal(query: Places, key: Places) -> jax.Array:
-    """The default mask of attention, by which a token sees its own document, up to itself."""
+    """The default mask of `attend`, by which a token sees its own document, up to itself."""
     return (key.index <= query.index) & (key.documents == query.documents)
 
 
@@ -224,7 +225,9 @@ def attend(
 
 
 def seen(query: Places, key: Places, mask: Callable) -> jax.Array:
-    """What `mask` tells of queries [b, s] and keys [b, t]: booleans that broadcast to [b, s, t]."""
+    """Booleans that broadcast to [b, s, t]: what `mask`, as in `attend`, tells of `query`, whose
+    fields are [b, s], and `key`, whose are [b, t].
+    """
     query, key = (Places(*(jnp.expand_dims(x, a) for x in p)) for p, a in ((query, 2), (key, 1)))
     return mask(query, key)
 

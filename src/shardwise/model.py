@@ -134,13 +134,16 @@ class Decoder(nnx.Module):
         return self.final_norm(x), routing
 
     def logits(self, x: jax.Array, head: nnx.Module) -> jax.Array:
-        """Logits float32 [b, s, vocab] of what `hidden` returned, by `last` or a copy of it."""
+        """Logits float32 [b, s, vocab] of activations `x` [b, s, e], as `hidden` returns them.
+
+        `head` is the module `last`, or one like it with other weights.
+        """
         logits = head("bse,ve->bsv" if self.config.tied else "bse,ev->bsv", x)
         return marks.constrain(logits.astype(jnp.float32), "logits")
 
     @property
     def last(self) -> nnx.Module:
-        """The head, or the embedding where that is the head too."""
+        """The module whose kernel makes logits: the head, or if `config.tied` the embedding."""
         return self.embed if self.config.tied else self.head
 
     def _layers(self, x, key, places):

@@ -111,7 +111,7 @@ def collectives(
     Its keys are "embedding", "layers", "head", "loss" and "norms". Its values are lists of
     `measure.counts.Op`: `kind`, such as "all-reduce", the `arrays` (dtype, dims) that a device puts
     in, how often it runs (`trips`), the `ring_bytes` that a device sends in all. The n devices have
-    the same `rows` × `length` tokens, and activations have `itemsize` bytes an entry.
+    the same `rows` × `length` tokens, and activations have `itemsize` bytes an entry, 1, 2, 4 or 8.
 
     A layer sums an activation, rows × length × embed entries, four times: after attention and
     after the MLP, and backward before each; without `mlp`, around attention alone. So does the

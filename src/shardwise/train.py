@@ -22,10 +22,11 @@ def init(
 ) -> tuple[Any, Any, Any]:
     """(graphdef, params, opt_state) of a `model.Decoder`, each array made as its devices' shards.
 
-    `optimizer` is an optax transformation, as `train.optimizer()` or `Optimizer().transformation()`
-    is. `rule` lays out the parameters, and the optimizer's state follows them (`rules.follow`). The
-    same seed gives the same parameters on every mesh, bit for bit: one jit makes all of them, by
-    draws from uniform distributions, which do not depend on shardings.
+    `nnx.merge(graphdef, params)` is the decoder. `optimizer` is an optax transformation, as
+    `train.optimizer()` or `Optimizer().transformation()` is. `rule` lays out the parameters, and
+    the optimizer's state follows them (`rules.follow`). The same seed gives the same parameters on
+    every mesh, bit for bit: one jit makes all of them, by draws from uniform distributions, which
+    do not depend on shardings.
 
     Raises:
       TypeError: `optimizer` is something else, such as settings.

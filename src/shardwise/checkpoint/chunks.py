@@ -33,7 +33,10 @@ class Chunks(NamedTuple):
     places: dict[tuple[int, ...], tuple[str, int, int]]
 
     def touched(self, index: tuple[slice, ...]) -> list[tuple[int, ...]]:
-        """The numbers of the chunks that `array[index]` lies in; `index` may lack the last axes."""
+        """A list of the chunks that `array[index]` lies in, each by its numbers, as in `places`.
+
+        `index` is a tuple of slices of step 1, for all axes or the first ones.
+        """
         whole, layers = slice(None), []
         cuts = itertools.zip_longest(index, self.shape, self.chunk, fillvalue=whole)
         for cut, size, width in cuts:

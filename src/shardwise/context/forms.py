@@ -19,10 +19,8 @@ Axis = str | tuple[str, ...]  # one mesh axis, or several as one
 
 
 class Sent(NamedTuple):
-    """The bytes that one device sends in one layer's attention, by `form.bytes_sent(n, q, k, v)`.
-
-    K and V, or what they and q are turned into, travel with 12 bytes for each token's places, sums
-    of dK and dV in float32.
+    """The bytes that one device sends in one layer's attention, in its `forward` pass and in its
+    `backward` one, by `form.bytes_sent(n, q, k, v)`.
     """
 
     forward: int
@@ -247,8 +245,9 @@ class Ulysses:
     """Attention to the whole sequence by an n-th of the heads, with all-to-alls before and after.
 
     A meaning of `marks.attend` inside a shard_map that is manual over `axis` (Jacobs et al., 2023).
-    `local`, another one, is what a device computes for its heads. n has to divide the kv heads,
-    each of which is first copied `copies` times.
+    `local`, another one, is what a device computes for its heads. `copies` is how often each kv
+    head is repeated first, where there are fewer than devices: n has to divide kv_heads · copies,
+    and `copies` the query heads of a kv head.
 
     Raises:
       ValueError: at the call, n does not divide the heads or the copied kv heads.

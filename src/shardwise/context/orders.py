@@ -35,8 +35,9 @@ def work(
 
     In step t device r has the keys that began on device r - t. The devices wait for each other at
     every hop, so the ring takes as long as `work(...).max(axis=0).sum()`, and at best
-    `work(...).sum() / n`. `order` is a function of (size, n) such as `zigzag`, `documents`
-    int [size] of a packed sequence, by default one document.
+    `work(...).sum() / n`. `order` is a function of (size, n) such as `zigzag`. `documents`
+    int [size] are the numbers of the tokens' documents, in the sequence's own order, as
+    `Places.documents`; None is one document.
     """
     index, places = order(size, n), np.arange(size)
     documents = np.zeros(size, int) if documents is None else np.asarray(documents)

@@ -75,8 +75,9 @@ PHASES = (
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The bytes on a device: `parameters` and `state` exact, `step` an estimate of `terms`; and on
-    its `host`, of activations that wait there.
+    """The bytes on a device: `parameters`, the optimizer's `state`, both exact, and the `batch`;
+    `step`, an estimate, of `terms` times `coefficients`; and on its `host`, of activations that
+    wait there between the passes.
     """
 
     parameters: int
@@ -101,6 +102,7 @@ class Memory:
 
     @property
     def total(self) -> float:
+        """The bytes of parameters, state, batch and step."""
         return self.parameters + self.state + self.batch + self.step
 
     @property

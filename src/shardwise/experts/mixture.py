@@ -17,9 +17,10 @@ from shardwise.layers import Config, Linear
 class Routing(NamedTuple):
     """The decisions of a layer's router; of a decoder, with a leading axis of layers.
 
-    probabilities: float32 [b, s, n], scores that add up to 1, for a loss that balances experts;
-    chosen: int32 [b, s, k], the numbers of each token's experts, the best first;
-    kept: bool [b, s, k], False where an expert had no slot left.
+    Fields:
+      probabilities: float32 [b, s, n], scores that add up to 1, for a loss that balances experts.
+      chosen: int32 [b, s, k], the numbers of each token's experts, the best first.
+      kept: bool [b, s, k], False where an expert had no slot left.
     """
 
     probabilities: jax.Array

@@ -61,8 +61,9 @@ def value_and_grad(
     Args:
       rule: how parameters are cut; or only the mesh axis, or several as one, along which they are
         cut as `fsdp.rule` says.
-      apart: a rule, as `rules` has them. An axis of an array that it cuts is never gathered, as
-        of experts: each device uses its part. `rule` has to cut it alike, over rows or columns.
+      apart: a rule, as `rules` has them, for axes of arrays that are never gathered, as those of
+        experts: each device uses its part. It cuts them over mesh axes of `rule`, `replicate` or
+        `columns`, and `rule` cuts them so too, as by `fsdp.rule(over=apart)`; default none.
       replicate: mesh axes over which the shards are copied (hybrid sharding); gradients are summed
         over them too.
       columns: mesh axes over which the sequence is cut, axis 1 of each array of the batch that has
@@ -72,11 +73,11 @@ def value_and_grad(
         as `context.zigzag`; default the sequence's own. The function itself permutes the batch.
       meanings: {mark: meaning} to bind for the loss, such as `{"attend": context.ring("context")}`.
       who: the name of the function that was called, for errors.
-      zero: ZeRO's number. 3 as above; 2 gathers all before the loss and scatters the gradients of
+      zero: ZeRO's number. 3 is as above; 2 gathers all before the loss and scatters gradients of
         each microbatch, at `marks.use` where it can, so that they are never all whole; 1 sums the
         microbatches' gradients whole, and scatters once.
-      dtype: in which weights are gathered and used; default their own.
-      reduce_dtype: in which gradients are reduced; default the gathered dtype.
+      dtype: that in which weights are gathered and used, as jnp.bfloat16; default their own.
+      reduce_dtype: that in which gradients are reduced; default the gathered dtype.
 
     Raises, when called:
       ValueError: an axis that the mesh lacks, parameters that lie otherwise, rows or a sequence

@@ -57,7 +57,8 @@ def predict(
     gradients, attention, by the parameters' logical axes heads, kv_heads and head_dim. A mixture's
     dispatch depends on what a router chooses, and is left out (`experts.bytes_sent`). Along the
     tensor axis it is Megatron's formula (`tensor.bytes_sent`), with what rematerialised layers send
-    again, but without the one gather more of a loss in chunks (`model.Config`), where it is cut.
+    again. Left out is one gather, of what enters the head, that a loss in chunks
+    (`model.Config.loss_chunks`) does again with `sequence`.
 
     By the compiler, `held` is exact, and `sent` what the layout asks for: the bytes of the same
     roles by hand, with keys and values gathered along context. What a compiler inserted,

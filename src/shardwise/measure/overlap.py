@@ -76,11 +76,11 @@ class Overlap:
 def overlap(program: Any, chip: Any) -> Overlap:
     """The `Overlap` of communication and products in a TPU's program.
 
-    `chip` is a `Chip`, such as `topology.CHIPS["v5e"]`. A TPU's program is printed in the order in
-    which it runs. What stands between the start of a collective and its end can run beside it;
-    synchronous collectives are exposed. How long each takes is a model: bytes over the links that
-    the compiler's strategy uses, as its text and the torus let us infer; FLOPs, as `flops` counts
-    them, over the peak in bfloat16; nothing else.
+    `program` is a compiled one, or its text, and `chip` a `Chip`, as `topology.CHIPS["v5e"]`. A
+    TPU's program is printed in the order in which it runs. What stands between the start of a
+    collective and its end can run beside it; synchronous collectives are exposed. How long each
+    takes is a model: bytes over the links that the compiler's strategy uses, as its text and the
+    torus let us infer; FLOPs, as `flops` counts them, over the peak in bfloat16; nothing else.
 
     A strategy has colors, parts of the array that travel at once. If its name begins with
     `UniDirection`, a color uses one direction of a link, in others (`StrategyRing`, `StrategyND`)
@@ -221,10 +221,10 @@ class Span(NamedTuple):
 def lanes(program: Any, chip: Any, trips: int = 2) -> tuple[Span, ...]:
     """A timeline, a tuple of `Span`s, of the computation that sends most, usually a loop's body.
 
-    `chip` is as for `overlap`. A `Span` is a product or a collective, in the program's order and
-    for as long as `overlap` estimates. Collectives follow each other; beside a synchronous one
-    nothing runs, an asynchronous one is awaited where it ends. Of a loop the first `trips` are
-    shown. Raises what `overlap` does.
+    `program` and `chip` are as for `overlap`. A `Span` is a product or a collective, in the order
+    of the program and for as long as `overlap` estimates. Collectives follow each other; beside a
+    synchronous one nothing runs, an asynchronous one is awaited where it ends. Of a loop the first
+    `trips` are shown. Raises what `overlap` does.
     """
     groups = _begun("lanes", program)
     most = max(groups, key=lambda g: sum(b.value.ring_bytes * b.times for b in g), default=())

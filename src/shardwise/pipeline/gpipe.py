@@ -13,10 +13,11 @@ from shardwise.objective.parts import reduced, split
 def gpipe(stage: Callable, mesh: Mesh, microbatches: int, axis: str = "stage") -> Callable:
     """A function `run(stack, x)` that takes `x` through all stages, differentiable like any.
 
-    `stage(weights, x)` maps rows to rows of the same shape and dtype; `weights` is its part of
-    `stack`, whose arrays are cut along their first axis, so that each rank of `axis` holds its own
-    layers. Microbatch j has the rows r with r % microbatches == j. What comes before and after, an
-    embedding and a head, is outside and the compiler's.
+    `x` is one array of rows. `stage(weights, x)` maps rows to rows of the same shape and dtype.
+    Each array of the pytree `stack` has a first axis, of layers say, which is cut over the ranks of
+    `axis`: `weights` is one rank's part, which keeps that axis, even where it is 1. Microbatch j
+    has the rows r with r % microbatches == j. What comes before and after, an embedding and a head,
+    is outside and the compiler's.
 
     The backward pass is the transpose: the scan runs back, and each permute sends the other way
     (Huang et al., 2019, GPipe). Ranks work in every one of the `microbatches + ranks - 1` ticks, in

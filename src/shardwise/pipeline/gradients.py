@@ -62,7 +62,7 @@ def value_and_grad(
     hand within a stage; without them all other axes are the compiler's.
 
     Args:
-      schedule: a key of `schedules.SCHEDULES`, a `Schedule`, or a list of tasks for each device.
+      schedule: a key of `schedules.SCHEDULES`, a `Schedule`, or lists of tasks (`from_tasks`).
       specs: a function of the parameters to a list of PartitionSpecs, one for each leaf in the
         order of `jax.tree.leaves`: how parameters, and so gradients, lie over `axis` and `by_hand`.
         By default every device has every parameter, and every gradient, whole.

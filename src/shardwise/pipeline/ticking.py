@@ -25,9 +25,9 @@ class Ticks(NamedTuple):
 def ticks(schedule: Schedule, backward: bool = True) -> Ticks:
     """The table of a schedule by ticks: a task takes one, a whole backward two, for its two halves.
 
-    What comes back has `.columns`, {name: int32 [ticks, devices]}; `.slots`, {name: the most slots
-    that a device needs}; and `.rings`, {"act" or "cot": the distances k, in devices, that
-    activations or cotangents go}. Columns are
+    What comes back has `.columns`, {name: int32 [ticks, devices]}; `.slots`, {"act", "cot", "kept"
+    or "pend": the most slots for such arrays that a device needs}; and `.rings`, {"act" or "cot":
+    the distances k, in devices, that activations or cotangents go}. Columns are
 
     - "kind": 0 where the device has no task, 1 for F, 2 for I, 3 for W;
     - "stage" and "microbatch": those of the task;

@@ -36,9 +36,10 @@ def own(
 
     `create(key)`, `loss(params, batch)` and `tx` are those of `layouts.init` and `layouts.step`.
     The loss gets no key: `key=` needs a default. `batch` has all rows of a step; only its shapes
-    and dtypes are used. Layouts are by hand, with ZeRO 3; `settings` are further ones: min_size,
-    stacked, dtype, reduce_dtype, remat, kernel. No array of the model is allocated, and no step is
-    run. Roles that need marks in the loss (tensor, context, expert, stage) are not proposed.
+    and dtypes are used. Layouts are by hand, with ZeRO 3; `settings` are further ones of
+    `layouts.Layout`: min_size, stacked, dtype, reduce_dtype, remat, kernel. No array of the model
+    is allocated, and no step is run. Not proposed are roles that need marks in the loss: tensor,
+    context, expert, stage.
 
     Parameters, state, and the bytes that the program asks to send (without sums of aux) are exact.
     What a step needs besides is an estimate, the sum of

@@ -26,11 +26,11 @@ from shardwise.train import Optimizer
 class Candidate:
     """A layout with what it costs on its busiest device.
 
-    `roles` are its `Roles`, which say how to make its mesh and `layouts.Layout`. `memory` has
-    bytes: `.parameters`, `.state`, `.batch`, `.step` (of what is gone when a step ends), the
-    `.total` of these, and `.host` (of what waits there). `flops` is what MFU counts in a step,
-    `peak` the FLOP/s of the chips, both of all devices together. `costs` computes `sent` and `step`
-    when they are asked for: most layouts do not fit.
+    Fields:
+      roles: its `Roles`, which say how to make its mesh and `layouts.Layout`.
+      memory: the bytes on a device, a `Memory`.
+      flops, peak: the FLOPs that MFU counts in a step, and the chips' FLOP/s, of all devices.
+      costs: a function that returns (`sent`, `step`), called when one of them is asked for.
     """
 
     roles: Roles
@@ -43,16 +43,12 @@ class Candidate:
 
     @property
     def sent(self) -> tuple[Sent, ...]:
-        """The ring bytes that a device sends in a step, of each kind the most of any stage.
-
-        Each entry has `.roles` (a tuple; several as one), `.bytes` and a `.kind`: "weights",
-        "gradients", "attention", "activations", "tokens", "stages", "loss" or "counts".
-        """
+        """The ring bytes that a device sends in a step, of each kind the most of any stage."""
         return self.costs()[0]
 
     @property
     def step(self) -> Step:
-        """The `seconds.Step` on the busiest stage."""
+        """The step on the busiest stage: its `.seconds`, and those of its parts."""
         return self.costs()[1]
 
     @property
@@ -70,8 +66,8 @@ class Candidate:
 class Plan:
     """The layouts that fit, best first; those that are too large; those that cannot be.
 
-    `fitting` and `too_large` are `Candidate`s; each of `refused` has `.roles` and the `.reason`.
-    For a program of your own, `config` and `sequence` are None, and `own` has the program.
+    `plan` and `own` return it. `config`, `chips`, `batch`, `sequence` and `optimizer` are what was
+    asked; of a program of your own, `config` and `sequence` are None, and `own` has the program.
     """
 
     config: Config | None
@@ -111,10 +107,9 @@ class Plan:
         return self.chips.usable_hbm
 
     def lacking(self, c: Candidate) -> tuple[str, float, float] | None:
-        """None if a layout fits; else (who, the bytes that it needs, the bytes that there are).
+        """None if the `Candidate` fits; else (who, the bytes that it needs, the bytes there are).
 
-        Who has too little is a "device" or its "host", of whose memory, if known, a device has a
-        part.
+        Who has too little memory is a "device", or its "host", of which a device has a part.
         """
         on_host = (self.chips.chip.host_bytes or math.inf) / self.chips.chip.devices
         asked = ("device", c.memory.most, self.usable), ("host", c.memory.host, on_host)

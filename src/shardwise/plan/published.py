@@ -120,7 +120,8 @@ PRESETS: dict[str, Published] = {
 def preset(model: str) -> Config:
     """The `model.Config` of a published decoder, held in float32 and used in bfloat16.
 
-    `model` is a name such as "llama3-8b", the path of a `config.json`, or of its folder.
+    `model` is the path of a `config.json`, or of its folder, or a name: "llama3-8b", "llama3-70b",
+    "llama3-405b", "llama2-7b", "llama2-70b" or "mixtral-8x7b".
 
     Raises:
       ValueError: no such name or file; an architecture that is not known, a size that is missing,

@@ -14,7 +14,9 @@ _CHUNKS = 8  # into which a row is cut for the loss
 
 
 class Refusal(NamedTuple):
-    """A layout that cannot be, or does not fit: `kind` in a few words, `reason` with numbers."""
+    """A layout that cannot be: its `roles`, and why, in a few words, `kind`, and by its numbers,
+    `reason`.
+    """
 
     roles: Roles
     kind: str

@@ -19,7 +19,7 @@ WAITED = ("activations", "tokens", "stages")
 
 
 class Transfer(NamedTuple):
-    """What is `sent`, over which links, and the seconds that it takes in a step."""
+    """What is `sent`; `over` which links, one for each of its roles; and the seconds it takes."""
 
     sent: Sent
     over: tuple[Way, ...]

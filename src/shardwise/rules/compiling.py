@@ -34,7 +34,8 @@ def jit(
     `out_rules` is the same for the result. An argument committed to another layout than `in_rules`
     gives it is an error, as with `jax.jit`; `rules.constrain_tree` within `fn` moves arrays to
     another. `names` gives `marks.constrain(x, name)` a meaning within `fn`: {name: rule or spec}.
-    An `fn` that is jitted already is traced again; what it donates has to be said here.
+    An `fn` that is jitted already is traced again; what it donates has to be said here, by
+    `donate_argnums`, which are those of `jax.jit`.
 
     Where parameters are cut along two mesh axes, as by FSDP over tensor parallelism, pin
     activations, by `names` or by constraints of the model's own. If they are left free, the

@@ -77,7 +77,10 @@ class LogicalRules(Rule):
         return Choice(self.spec(*leaf.axes, of=leaf.label), f"no mesh axis for {names}")
 
     def entry(self, name: str | None, path: str, axes: Sequence[str | None]) -> Any:
-        """The table's mesh axes for logical axis `name`, one of `axes` of the array at `path`."""
+        """The table's entry for the logical axis `name`: a mesh axis, a tuple of them, or None.
+
+        Errors name `axes`, those of the array at `path`; a name without an entry is a ValueError.
+        """
         table = {LAYERS: None, **self.table, None: None}
         if name not in table:
             raise ValueError(
@@ -144,7 +147,8 @@ class PathRules(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class PolicyRule(Rule):
-    """A rule by `fn(path, leaf) -> PartitionSpec`, for each array of more than one element.
+    """A rule by `fn(path, leaf) -> PartitionSpec`, for each array of more than one element; paths
+    are strings, as `shardwise.tree.leaves` makes them.
 
     Raises, when called:
       TypeError: `fn` returned something else.

@@ -42,9 +42,8 @@ class Roles:
     """The layout of a run: how many devices each role of a `layouts.Layout` has, and its settings.
 
     One of `data`, `fsdp`, `tensor`, `expert`, `context` and `stage` may be -1, for the devices that
-    remain. A setting has the meaning of the layout's of that name, which says more; here `dtype`,
-    `reduce_dtype` and `remat` are names, as strings. None means the weights' own dtype, sums in the
-    dtype in which weights are used, and no recomputing but what the loss itself asks for.
+    remain. A setting has the meaning of the layout's of that name, which says more; here all are
+    numbers or names.
     """
 
     data: int = 1
@@ -56,19 +55,30 @@ class Roles:
     by: Literal["hand", "compiler"] = "hand"  #: Who writes the collectives, "hand" or "compiler".
     zero: Literal[1, 2, 3] = 3  #: ZeRO's stage, 1, 2 or 3.
     min_size: int = 0  #: Arrays of fewer elements stay whole along fsdp.
-    uneven: Literal["error", "replicate"] = "replicate"  #: What becomes of arrays fsdp cannot cut.
+    #: Whether arrays that fsdp cannot cut stay whole, "replicate", or are an "error".
+    uneven: Literal["error", "replicate"] = "replicate"
     sequence: bool = False  #: Megatron's sequence parallelism, beside tensor.
-    attention: str = "ring"  #: Attention over context, one of shardwise.context.FORMS.
+    #: Attention over context: "ring", "striped", "zigzag", "all_gather" or "ulysses".
+    attention: str = "ring"
     #: Attention of whole sequences, by all "scores" at once, in "tiles", or by a kernel for TPUs
     #: ("splash") or GPUs ("cudnn").
     kernel: Literal["scores", "tiles", "splash", "cudnn"] = "scores"
-    dispatch: str = "all_to_all"  #: How tokens reach experts, one of shardwise.experts.FORMS.
-    schedule: str = "1f1b"  #: The schedule of the stages, one of shardwise.schedules.SCHEDULES.
+    dispatch: str = "all_to_all"  #: How tokens reach experts: "all_to_all", "gather" or "ragged".
+    #: The schedule of the stages: "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "kimi_k2",
+    #: "zb_h1", "zb_h2", "zb_v" or "dualpipe_v".
+    schedule: str = "1f1b"
     microbatches: int = 1  #: The number of microbatches of a step.
-    dtype: Literal["float32", "bfloat16"] | None = None  #: Dtype in which weights are used.
-    reduce_dtype: Literal["float32", "bfloat16"] | None = None  #: Dtype of gradients' sums.
-    remat: str | None = None  #: A policy of jax.checkpoint_policies, or "offload" to the host.
-    exact: int = 0  #: Blocks of rows, for the same bits on 1, 2, 4 ... up to so many devices.
+    #: Dtype in which weights are used, "float32" or "bfloat16"; None is their own.
+    dtype: Literal["float32", "bfloat16"] | None = None
+    #: Dtype of gradients' sums, "float32" or "bfloat16"; None is that in which weights are used.
+    reduce_dtype: Literal["float32", "bfloat16"] | None = None
+    #: A policy of jax.checkpoint_policies: "nothing_saveable", "everything_saveable",
+    #: "dots_saveable" or "dots_with_no_batch_dims_saveable"; or "offload", of what enters layers to
+    #: the host. With None only the loss itself says what is recomputed.
+    remat: str | None = None
+    #: Blocks of rows, a power of two, for the same bits on 1, 2, 4 ... up to so many devices; 0 for
+    #: none.
+    exact: int = 0
 
     def layout(self) -> layouts.Layout:
         """The layout over the devices there are, with an axis of its own for each role above 1; a
@@ -198,8 +208,9 @@ def flags(
 ) -> Settings:
     """The `Settings` of a command line, by the flags of `shardwise train`; the rest is `default`'s.
 
-    For a run that goes on (`--resume`) the rest is as it was saved, but for the processes'
-    addresses and the trace, which differ each time.
+    `argv` are the words of the command line, by default those of this process, `prog` the program's
+    name in its help. For a run that goes on (`--resume`) the rest is as it was saved, but for the
+    processes' addresses and the trace, which differ each time.
 
     Raises:
       SystemExit: a flag that is unknown or cannot be read (status 2), or `--help` (0).

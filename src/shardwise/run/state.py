@@ -35,7 +35,18 @@ _RESERVED = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The result of a run, as `train` tells; `ema` is the decay of the parameters' `mean`."""
+    """The result of a run, which `train` returns.
+
+    Fields:
+      folder: the run folder.
+      step: the step that was done last.
+      loss: its mean loss, NaN if no step was done.
+      stopped: whether a signal stopped the run before its last step.
+      params: the parameters, laid out as in the run.
+      opt_state: the state of `guarded`; the optimizer's own is `opt_state.inner`, or
+        `opt_state.inner.inner` if there is a mean (`averaged`).
+      ema: the decay of the parameters' `mean`, None if there is none.
+    """
 
     folder: Path
     step: int
@@ -47,7 +58,7 @@ class Result:
 
     @property
     def mean(self) -> Any:
-        """The bias-corrected mean of the parameters, laid out as they; None where none is kept."""
+        """The bias-corrected mean of the parameters, a tree like `params`; None without `ema`."""
         return self.ema and mean(self.params, self.opt_state, self.ema)
 
 

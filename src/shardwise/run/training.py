@@ -46,28 +46,28 @@ def train(
       settings: the run's; `model`, `data`, `sequence`, `devices` and `evaluation.sample` are not
         used here, nor is `optimizer` beside a `tx`. The run folder keeps those that are.
       create: a function of a key to the parameters as one device makes them.
-      loss: a function of (params, batch) or (params, batch, key), as in `shardwise.layouts`; a new
-        run judges it before its first step, as `objective.check` does.
+      loss: a function of (params, batch), or of these and `key`, by that name, to an
+        `objective.Mean`, or to a scalar that is a mean over rows; with `has_aux` to (that, aux). A
+        new run judges it before its first step, as `objective.check` does.
       batches: an endless `grain.MapDataset` of single rows, of which step k takes the k-th
         `settings.batch`; or an iterator, with get_state and set_state as Grain's, of batches of
         `settings.batch` rows. Each of several processes gets the same whole batches from its own.
-      tx: an optax transformation; by default `settings.optimizer`'s.
+      tx: an optax transformation; None is `settings.optimizer`'s.
       validation: a `grain.MapDataset` of rows, of which evaluations read the first batches; without
         one there are no evaluations, and no samples.
-      has_aux: whether the loss returns aux too. If that is a dict, its scalars and vectors stand in
-        the metrics, and of an `objective.Mean` the quotient, exact for every padding.
+      has_aux: whether the loss returns aux, a pytree. If that is a dict, its scalars and vectors
+        stand in the metrics, and of an `objective.Mean` the quotient, exact for every padding.
       sample: a function of the parameters to a text, for the log at each evaluation. It gets them
         whole on each device: leave it out where they do not fit.
-      facts: what must be equal when the run goes on, beside the settings, such as checksums.
+      facts: a dict of plain data, such as checksums by name, which must be equal when the run goes
+        on, as settings must.
       flops: the model FLOPs of a step (`plan.model_flops` of a decoder). With them metrics have the
         `mfu`, their share of the bfloat16 peak, if `topology.of_device` knows the devices.
       aux: how the aux of devices and microbatches become one, as in `layouts.step`: for a mean over
         rows say "mean", or return a `Mean`, since "sum" adds it up once for each part.
 
     Returns:
-      A `Result` with the `folder`, the `step` that was done last, its `loss`, whether a signal
-      `stopped` the run before its end, and laid out as in the run `params`, `opt_state` and `mean`,
-      the bias-corrected average of the parameters (None without `ema`).
+      A `Result`, with the arrays laid out as in the run.
 
     Raises:
       FileExistsError: the folder has a run, and `settings.resume` is false.

@@ -1,7 +1,8 @@
 """The published schedules: functions of how many stages, devices and microbatches there are.
 
-Each returns a `Schedule`, or raises a ValueError that says which numbers would do. A function's
-name is its key in `SCHEDULES`, but for `one_f_one_b`, whose key is "1f1b". First come those whose
+Each returns a `Schedule`, or raises a ValueError that says which numbers would do. `stages` and
+`devices` are equal, and microbatches 1 or more, where nothing else is said. A function's name is
+its key in the dict `SCHEDULES`, but for `one_f_one_b`, whose key is "1f1b". First come those whose
 backward is one task, B; then those in which it is two, I and W.
 """
 
@@ -38,8 +39,9 @@ def eager_1f1b(stages: int, devices: int, microbatches: int) -> Schedule:
 def interleaved_1f1b(stages: int, devices: int, microbatches: int) -> Schedule:
     """1F1B with several stages a device, dealt in turn, for less waiting (Narayanan et al., 2021).
 
-    A device runs each of its stages on a round of microbatches, as many as there are devices, or a
-    few more where they do not divide evenly, before it runs its next stage.
+    It takes a multiple of `devices` as stages. A device runs each of its stages on a round of
+    microbatches before it runs its next stage. There are microbatches // devices rounds, at least
+    one, all equally long, or it is a ValueError.
     """
     return _interleaved("interleaved_1f1b", stages, devices, microbatches, extra=0)
 
@@ -47,8 +49,8 @@ def interleaved_1f1b(stages: int, devices: int, microbatches: int) -> Schedule:
 def kimi_k2(stages: int, devices: int, microbatches: int) -> Schedule:
     """Interleaved 1F1B with one more warm-up forward (Kimi Team, 2025, Kimi K2).
 
-    A forward and the backward beside it on a device then need nothing of each other, and the
-    communication of one can hide behind the other's work.
+    It takes the numbers that `interleaved_1f1b` takes. A forward and the backward beside it on a
+    device need nothing of each other: the communication of one can hide behind the other's work.
     """
     return _interleaved("kimi_k2", stages, devices, microbatches, extra=1)
 
@@ -56,8 +58,8 @@ def kimi_k2(stages: int, devices: int, microbatches: int) -> Schedule:
 def zb_h1(stages: int, devices: int, microbatches: int) -> Schedule:
     """ZB-H1, which is 1F1B with backwards split and weights last (Qi et al., 2024, Zero Bubble).
 
-    Of p stages each has a peak of p, and gaps of at most (p-1)(F+I-W) between its first task and
-    its last, as long as W costs no more than F.
+    It takes p microbatches or more, of p stages. Each has a peak of p, and gaps of at most
+    (p-1)(F+I-W) between its first task and its last, as long as W costs no more than F.
     """
     return _zero_bubble("zb_h1", stages, devices, microbatches, lambda after: after + 1)
 
@@ -65,8 +67,9 @@ def zb_h1(stages: int, devices: int, microbatches: int) -> Schedule:
 def zb_h2(stages: int, devices: int, microbatches: int) -> Schedule:
     """ZB-H2, which is ZB-H1 with more warm-up (Qi et al., 2024): no gaps if all kinds cost alike.
 
-    Of p stages each has a peak of 2p-1, and gaps of at most (p-1)(F+I-2W) between its first task
-    and its last, from 2p-1 microbatches on, as long as W costs no more than F.
+    It takes p microbatches or more, of p stages. Each has a peak of 2p-1, and gaps of at most
+    (p-1)(F+I-2W) between its first task and its last, from 2p-1 microbatches on, as long as W costs
+    no more than F.
     """
     return _zero_bubble("zb_h2", stages, devices, microbatches, lambda after: 2 * after + 1)
 
@@ -74,9 +77,10 @@ def zb_h2(stages: int, devices: int, microbatches: int) -> Schedule:
 def zb_v(stages: int, devices: int, microbatches: int) -> Schedule:
     """ZB-V, a V without gaps in 1F1B's memory: device d holds the stages d and 2·devices - 1 - d.
 
-    Of p devices each has a peak of 2p stages, half as large as where a device holds one, and no
-    gap between its first task and its last where F, I and W cost the same (Qi et al., 2024,
-    Pipeline Parallelism with Controllable Memory, arXiv:2405.15362; its V-ZB).
+    It takes p devices, 2p stages, and 2p microbatches or more. Each device has a peak of 2p stages,
+    half as large as where it holds one, and no gap between its first task and its last where F, I
+    and W cost the same (Qi et al., 2024, Pipeline Parallelism with Controllable Memory,
+    arXiv:2405.15362; its V-ZB).
     """
     return _folded("zb_v", stages, devices, microbatches, _zb_v_steps)
 
@@ -84,10 +88,11 @@ def zb_v(stages: int, devices: int, microbatches: int) -> Schedule:
 def dualpipe_v(stages: int, devices: int, microbatches: int) -> Schedule:
     """DeepSeek's DualPipe folded into a V: device d holds the stages d and 2·devices - 1 - d.
 
-    Forwards on their way down the V meet backwards on their way up: an F and a B that need nothing
-    of each other stand in turn, to be run as one. Each of p devices has a peak of 2p+1. Backwards
-    are split at both ends only. The order is that of https://github.com/deepseek-ai/DualPipe,
-    which credits the fold to Sea AI Lab's cut-in-half (https://hackmd.io/@ufotalent/r1lVXsa9Jg).
+    It takes p devices, 2p stages, and 2p microbatches or more. Forwards on their way down the V
+    meet backwards on their way up: an F and a B that need nothing of each other stand in turn, to
+    be run as one. Each device has a peak of 2p+1. Backwards are split at both ends only. The order
+    is that of https://github.com/deepseek-ai/DualPipe, which credits the fold to Sea AI Lab's
+    cut-in-half (https://hackmd.io/@ufotalent/r1lVXsa9Jg).
     """
     return _folded("dualpipe_v", stages, devices, microbatches, _dualpipe_v_steps)
 

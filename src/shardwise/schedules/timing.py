@@ -14,7 +14,7 @@ COSTS: Costs = types.MappingProxyType({"F": 1, "B": 2, "I": 1, "W": 1})
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """A schedule with `start[task]` and `end[task]`, in the unit of the costs it was made from."""
+    """A schedule with `start[task]` and `end[task]`; all times are in the unit of the costs."""
 
     schedule: Schedule
     start: dict[Task, float]
@@ -47,7 +47,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The bubble fraction, the idle share of all devices' time from 0 to the makespan."""
+        """The bubble fraction, 0 to 1: the idle share of all devices' time up to the makespan."""
         whole = self.makespan * self.schedule.devices
         return 1 - sum(self.busy) / whole if whole else 0.0
 

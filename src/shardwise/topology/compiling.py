@@ -22,7 +22,8 @@ _VALUE = re.compile(
 
 
 class Buffer(NamedTuple):
-    """An array in HBM: bytes with padding, "argument", "output" or "temporary", and its origin:
+    """An array in HBM: its `bytes`, with padding; its `kind`, "argument", "output" or "temporary";
+    the `array`, as "f32[8,128]", and the `name` of the instruction that makes it, as in HLO; and
     `source`, the operation that JAX named, or the argument's path; "" if the compiler made it.
     """
 
@@ -40,10 +41,13 @@ class Buffer(NamedTuple):
 class Compiled:
     """A program as the compiler made it: a value, which `measure` reads and which cannot run.
 
-    `text` is optimized HLO, in the order in which it is executed; `buffers` are the largest arrays;
-    `sizes` are the bytes of arguments, outputs, aliases, temporaries and code on a device, `report`
-    the compiler's text on memory, or ""; `coordinates` has for each device of the mesh its place
-    along each axis of the torus, its core and its slice; or its number in its node, and the node.
+    Fields:
+      text: optimized HLO, in the order in which it is executed.
+      sizes: the bytes on a device of arguments, outputs, aliases, temporaries and code.
+      buffers: the largest arrays, 16 at most, each a `Buffer`.
+      report: the compiler's text on memory, or "".
+      coordinates: a tuple for each device, in the order of the mesh: of a TPU (x, y, z, core,
+        slice), its places along the torus first; of a GPU (its number in its node, the node).
     """
 
     mesh: ChipMesh
@@ -59,14 +63,18 @@ class Compiled:
 
     @property
     def hbm_bytes(self) -> int | None:
-        """The bytes that the compiler counts against `usable_hbm`, where its report says them."""
+        """The bytes that the compiler counts against `usable_hbm`; None if its report does not say
+        them, as libtpu 0.0.23's.
+        """
         return total(self.report)
 
     def as_text(self) -> str:
         return self.text
 
     def memory_analysis(self) -> SimpleNamespace:
-        """The bytes on each device, by JAX's names, such as `temp_size_in_bytes`."""
+        """The `sizes` as attributes, by JAX's names: `argument_size_in_bytes`, and so `output_`,
+        `alias_`, `temp_` and `generated_code_`.
+        """
         pairs = zip(_SIZES, self.sizes, strict=True)
         return SimpleNamespace(**{f"{kind}_size_in_bytes": size for kind, size in pairs})
 

@@ -31,6 +31,7 @@ class Chips:
 
     @property
     def chip(self) -> Chip:
+        """The `Chip` of this kind."""
         return CHIPS[self.kind]
 
     @property
@@ -94,6 +95,7 @@ class ChipMesh:
 
     @property
     def shape(self) -> dict[str, int]:
+        """A dict from each axis to its size."""
         return dict(self.axes)
 
     @property
@@ -153,7 +155,7 @@ def chips(name: str, slices: int = 1) -> Chips:
     "h100:16x8" 16 nodes of 8 GPUs; "h100:4" is four GPUs of one node.
 
     Raises:
-      ValueError: a kind that is unknown; a shape that its torus does not have, or more GPUs of a
+      ValueError: a kind that `CHIPS` lacks; a shape that its torus does not have, or more GPUs of a
         node than NVLink joins; fewer than one slice, or slices of GPUs.
     """
     kind, _, written = name.partition(":")

@@ -22,9 +22,10 @@ class Stage:
     `index` counts from 0; `last` says whether it is the last. `rows` is a dict with an entry for
     each parameter leaf that lives here, by its number: (a, b) if rows a to b - 1 of it do, None if
     all of it does. `data` are the numbers of the batch's (and further arguments') leaves that it
-    reads. Where it slices something computed from these, such as the keys of all layers, `starts`
-    has the first row of each slice, and goes in as the last of the data, int32 [k]: so stages that
-    differ in rows alone share a program.
+    reads. `starts` has, where the loss slices rows of something it computed from these, such as
+    the keys of all layers, the first row of each of this stage's slices, and is () elsewhere. They
+    go in as the last of the data, int32 [k], so that stages that differ in rows alone share a
+    program.
 
     Lists of `jax.ShapeDtypeStruct` are `params`, of the parameters in the order of `rows` and of
     these rows alone; `inputs`, what the function takes as data; `carry`, what the stage before
