@@ -67,10 +67,11 @@ def _published(rng):
     return name, model.Config(layers=rng.choice([2, 4, 8, 24]), **sizes, **mixed, **_TYPES)
 
 
-def _by_config(rng):
+def _by_config(rng, latent=False):
+    """Of all decoders in the file, in its order, or of those with latent attention."""
     every = json.loads(DECODERS.read_text())
-    known = [n for n, x in every.items() if x["config"]["architectures"][0] in published.ABSENT]
-    name = rng.choice(known)
+    of = {n: x["config"]["architectures"][0].startswith("Deepseek") for n, x in every.items()}
+    name = rng.choice([n for n in every if of[n] == latent])
     config = published.of(every[name]["config"]).config
     return name, dataclasses.replace(config, layers=rng.choice([2, 4, 8, 24]))
 

@@ -803,6 +803,30 @@ def test_bytes_on_axes_by_hand_are_the_formula(name):
         np.testing.assert_allclose(size, counted[axes].ring_bytes, rtol=1e-9)
 
 
+@pytest.mark.parametrize("name", ["zigzag", "ulysses"])
+def test_attention_of_layers_that_are_not_stacked_is_counted_in_each(name):
+    """Also of layers in two stacks, as the decoder's dense ones are."""
+    layout, whole = layouts.LAYOUTS[name](4), jax.eval_shape(parts()[1], KEY)
+    apart, blocks = dict(whole), whole["blocks"]
+    del apart["blocks"]
+
+    def rows(n):
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*n, *x.shape[1:]), x.dtype), blocks)
+
+    by_layer = apart | {f"layer_{i}": rows(()) for i in range(CONFIG.layers)}
+    by_stack = apart | {"dense": rows((1,)), "blocks": rows((CONFIG.layers - 1,))}
+    expected = layouts.predict(layout, whole, batches()[0]).sent["context",]
+    for params in (by_layer, by_stack):
+        assert layouts.predict(layout, params, batches()[0]).sent["context",] == expected
+
+
+def test_what_latent_attention_sends_along_tensor_is_no_guess():
+    sizes = dict(kv_heads=CONFIG.heads, latent=8, head_dim=6, rope_dim=2)
+    shapes = jax.eval_shape(model.program(dataclasses.replace(CONFIG, **sizes))[0], KEY)
+    with pytest.raises(ValueError, match="tensor axis has no formula"):
+        layouts.predict(layouts.LAYOUTS["tensor"](4), shapes, batches()[0])
+
+
 @pytest.mark.parametrize("zero, sends", [(1, 2 + 4), (2, 2 + 2 * 2), (3, 2 * (2 + 2))])
 def test_bytes_of_bfloat16_parameters_in_microbatches_are_the_formula(zero, sends):
     """Gathered in bfloat16; ZeRO 1 adds up microbatches before it scatters, so in float32."""
