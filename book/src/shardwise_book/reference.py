@@ -1,46 +1,32 @@
-"""The pages of the API: docstrings, signatures, and the table of the package's modules.
+"""The pages of the API: docstrings, and the table of the package's modules.
 
 Docstrings are written as plain text that reads well in an editor; here they become RST. `name` is
 code, and so is a value in double quotes, "name"; an indented block after a colon is a list where
 its lines start with `word:`, and code otherwise. Sections such as `Raises:` are left to napoleon,
-which runs after this. Signatures show the types in them, by names that readers can import.
+which runs after this.
 """
 
 import ast
-import dataclasses
-import html
 import inspect
 import re
-import types
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from docutils import nodes
-from sphinx import addnodes
 from sphinx.application import Sphinx
-from sphinx.ext.autodoc import AttributeDocumenter, ClassDocumenter, PropertyDocumenter
+from sphinx.ext.autodoc import ClassDocumenter
 from sphinx.util.docutils import SphinxDirective
-from sphinx.util.inspect import object_description
-from sphinx.util.typing import stringify_annotation
 
 from . import failures
 from .times import link, table
 
 SECTION = re.compile(r"(Raises|Returns|Yields|Args|Attributes|Example|Note):$")
-LONGEST = "python_maximum_signature_line_length"  # above it, each parameter has a line
-PUBLIC = (  # what annotations become: without modules, then as readers write it
-    (r"~?jax\.[\w.]*\bArray\b", "JaxArray"),
-    (r"~shardwise\.costs\.arrays\.(Roles)", r"plan.\1"),  # of names that two rooms have
-    (r"~shardwise\.\w+\.(\w+\.Sent)", r"\1"),
-    (r"~?\b(?!(?:plan|forms|ledger)\.)[a-z_][\w.]*\.(?=\w)", ""),
-    (r"Callable\[\[\.\.\.\], (Any\])?", lambda found: "Callable" if found[1] else "Callable[..., "),
-    (r"JaxArray \| ndarray \| [\w |]+ \| complex", "ArrayLike"),
-    (r"\bJaxArray\b", "jax.Array"),
-    (r"\bndarray\b", "np.ndarray"),
-    (r"\bdtype\b", "np.dtype"),
-    (r"\bP\b", "PartitionSpec"),
+DEFAULTS = (
+    (r"<class 'jax\.numpy\.(\w+)'>", r"jnp.\1"),
+    (r"<function (\w+)>", r"\1"),
+    (r"([\w.]+) = <factory>", r"\1 = \1()"),
 )
 ITEM = re.compile(r"(\s+)([\w, ]+):\s+(.*)")
 CODE = re.compile(r'``.+?``|(?<!`)`([^`]+)`(?!`)|(?<![\w"])("(?! )[^"`]*(?<! )")(?![\w"])')
@@ -96,66 +82,19 @@ def convert(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: li
         lines[:0] = ["..", ""]  # a comment: napoleon takes words before a first colon for a type
 
 
-class _Text(str):
-    """A text that is its own repr, as `inspect.Signature` prints it."""
-
-    __repr__ = str.__str__
-
-
 def signature(
-    app: Sphinx, what: str, name: str, obj: Any, options: Any, args: str, returned: str
-) -> tuple[str, str] | None:
-    """(arguments, what is returned), with types; None where Sphinx's own, or a page's, stay."""
-    try:
-        found = inspect.signature(obj) if args else None
-    except (TypeError, ValueError):  # of an exception that takes any arguments
-        return None
-    given = [p for p in found.parameters.values() if p.name != "self"] if found else []
-    if found is None or (what == "class" and given and given[0].name == "args"):
-        return None
-    fields = getattr(obj, "__dataclass_fields__", {})
-    for i, p in enumerate(given):
-        default = p.default
-        if repr(default) == "<factory>":
-            default = fields[p.name].default_factory()
-        default = default if default is p.empty else _Text(default_text(default))
-        given[i] = p.replace(annotation=_shown(p.annotation), default=default)
-    written = str(inspect.Signature(given))
-    is_context = inspect.isgeneratorfunction(inspect.unwrap(obj))  # of contextlib's decorator
-    told = _shown(p.empty if what == "class" or is_context else found.return_annotation)
-    return written, "" if told is inspect.Signature.empty else told
-
-
-def _shown(annotation):
-    """The text of an annotation; none for those that tell nothing."""
-    if annotation in (inspect.Signature.empty, Any, None):
-        return inspect.Signature.empty
-    text = stringify_annotation(annotation, "smart")
-    for pattern, instead in PUBLIC:
-        text = re.sub(pattern, instead, text)
-    return _Text(text)
-
-
-def default_text(value: Any) -> str:
-    """A default as one would write it: `marks.causal`, `jnp.float32`, `Optimizer()`."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        name = type(value).__name__
-        return f"{name}()" if value == type(value)() else repr(value)
-    if isinstance(value, types.MappingProxyType):
-        return repr(dict(value))
-    if isinstance(value, Path):
-        return f"Path({str(value)!r})"
-    if callable(value) and hasattr(value, "__qualname__"):
-        package, *inside = value.__module__.split(".")
-        room = inside[0] if package == "shardwise" else package
-        return f"{'jnp' if value.__module__ == 'jax.numpy' else room}.{value.__qualname__}"
-    return object_description(value)
-
-
-def _bare(translator, node):
-    """Writes the marks between types without the two tags around each, a tenth of a page."""
-    translator.body.append(html.escape(node.astext()))
-    raise nodes.SkipNode
+    app: Sphinx,
+    what: str,
+    name: str,
+    obj: Any,
+    options: Any,
+    args: str | None,
+    returned: str | None,
+) -> tuple[str | None, str | None]:
+    """(arguments, what is returned), with defaults of a dataclass as one writes them."""
+    for told, written in DEFAULTS if args else ():
+        args = re.sub(told, written, args)
+    return args, returned
 
 
 def skip(app: Sphinx, what: str, name: str, obj: Any, skipped: bool, options: Any) -> bool | None:
@@ -172,28 +111,6 @@ class Renamed(ClassDocumenter):
         found = super().import_object(raiseerror)
         self.doc_as_attr = found and self.doc_as_attr and not inspect.isclass(self.object)
         return found
-
-
-class Field(AttributeDocumenter):
-    """Shows a field's default as a signature does."""
-
-    def add_directive_header(self, sig: str) -> None:
-        super().add_directive_header(sig)
-        if not super().should_suppress_value_header():
-            self.add_line(f"   :value: {default_text(self.object)}", self.get_sourcename())
-
-    def should_suppress_value_header(self) -> bool:
-        return True  # what Sphinx would show is added above
-
-
-class Typed(PropertyDocumenter):
-    """Shows a property with its type."""
-
-    def add_directive_header(self, sig: str) -> None:
-        super().add_directive_header(sig)
-        told = _shown(inspect.signature(self._get_property_getter()).return_annotation)
-        if told is not inspect.Signature.empty:
-            self.add_line(f"   :type: {told}", self.get_sourcename())
 
 
 class ModuleTable(SphinxDirective):
@@ -223,9 +140,5 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", convert, priority=400)
     app.connect("autodoc-process-signature", signature)
     app.connect("autodoc-skip-member", skip)
-    app.connect("config-inited", lambda app, config: setattr(config, LONGEST, 100))
     app.add_autodocumenter(Renamed, override=True)
-    app.add_autodocumenter(Field, override=True)
-    app.add_autodocumenter(Typed, override=True)
-    app.add_node(addnodes.desc_sig_punctuation, override=True, html=(_bare, None))
     app.add_directive("module-table", ModuleTable)
