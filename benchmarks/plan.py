@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import plan_table
 from plan_cases import FITTED, JUDGED, Case, candidate
-from plan_drawn import drawn
+from plan_drawn import drawn, wide
 
 from shardwise import mesh, plan, topology
 from shardwise.costs import memory, sent
@@ -33,8 +33,8 @@ from shardwise.topology import child
 ROOT = pathlib.Path(__file__).parents[1]
 RECORD = ROOT / "src" / "shardwise" / "plan" / "judged.json"  # chapters read it, too
 PAGE = ROOT / "book" / "judged.md"
-CASES = {f"fitted: {n}": c for n, c in FITTED.items()} | JUDGED
-CASES |= drawn("tpu") | drawn("newer") | drawn("last") | drawn("fourth")
+CASES = {f"fitted: {n}": c for n, c in FITTED.items()} | wide() | JUDGED
+CASES |= drawn("tpu") | drawn("newer") | drawn("last") | drawn("fourth") | drawn("latent")
 
 
 def compiled(case: Case) -> dict:
@@ -95,7 +95,9 @@ def recorded() -> dict[str, dict]:
 def told(case: Case) -> str:
     """All that its memory depends on."""
     sizes = "vocab embed layers heads kv_heads head_dim mlp experts experts_per_token"
-    sizes = (f"{name} {getattr(case.config, name)}" for name in sizes.split())
+    more = "latent query_latent rope_dim value_dim dense_layers dense_mlp shared_experts"
+    names = [*sizes.split(), *(more.split() if case.config.latent else ())]
+    sizes = (f"{name} {getattr(case.config, name)}" for name in names)
     return f"{', '.join(sizes)}; {case.batch} × {case.sequence} on {case.chips}, {case.roles}"
 
 
@@ -141,7 +143,10 @@ def of_tpus(record: Mapping) -> memory.Terms:
     """The coefficients of the TPUs' compiler, by what of the record is there to fit them."""
     known = {n: said for n, said in record.items() if n.startswith("fitted: ")}
     grids = {"layer": [i / 50 for i in range(51)], "around": [i / 2 for i in range(20)]}
-    return fitted(CASES, known, memory.COEFFICIENTS, **grids)
+    best = fitted(CASES, known, memory.COEFFICIENTS, **grids)
+    wide = {n: candidate(CASES[n]).memory for n in record if n.startswith("fitted, wide: ")}
+    grids = {"whole": [i / 4 for i in range(13)], "heads": [i / 4 for i in range(25)]}
+    return _best(wide, record, wide, grids, best)
 
 
 def main(argv: list[str]) -> int:

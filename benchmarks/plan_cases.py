@@ -38,6 +38,8 @@ def candidate(case: Case) -> plan.Candidate:
 @functools.cache
 def _arrays(config):
     """Of one layer's, which cases of many depths share: tracing a decoder is most of the work."""
+    if config.dense_layers:  # in a stack of their own
+        return arrays.of_decoder(config)
     one = arrays.of_decoder(dataclasses.replace(config, layers=1))
     deep = (
         tuple(x._replace(shape=(config.layers, *x.shape[1:])) if x.stacked else x for x in each)

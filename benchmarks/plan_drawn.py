@@ -6,7 +6,8 @@ decoders as their config.json has them. `again` and `tpu` were drawn after the l
 were `products`, on GPUs, whose layers keep their products; `newer`, on TPUs, after `tpu` had
 taught from how many tokens on a step has copies at the loss, and `last` after both had taught what
 is copied; `fourth` after `last` and some chosen programs had taught from how many tokens on, and
-with the loss in chunks. `here` is for one GPU on which they run.
+with the loss in chunks; `latent`, DeepSeek's decoders alone, after those of `wide`. `here` is for
+one GPU on which they run.
 """
 
 import dataclasses
@@ -73,7 +74,39 @@ def _by_config(rng, latent=False):
     of = {n: x["config"]["architectures"][0].startswith("Deepseek") for n, x in every.items()}
     name = rng.choice([n for n in every if of[n] == latent])
     config = published.of(every[name]["config"]).config
-    return name, dataclasses.replace(config, layers=rng.choice([2, 4, 8, 24]))
+    return name, _cut(config, rng.choice([4, 8, 24] if latent else [2, 4, 8, 24]))
+
+
+def _cut(config, layers):
+    """A decoder with so many layers."""
+    return dataclasses.replace(config, layers=layers)
+
+
+def wide() -> dict[str, Case]:
+    """Programs of many experts that fsdp cuts, or of wide latent attention, to fit what these need;
+    of the last two, DeepSeek V3 without experts and with few words.
+    """
+    every = json.loads(DECODERS.read_text())
+    lite, v2, v3, qwen = (
+        published.of(every[name]["config"]).config
+        for name in ("DeepSeek-V2-Lite", "DeepSeek-V2", "DeepSeek-V3", "Qwen3-30B-A3B")
+    )
+    none = dict(experts=0, shared_experts=0, router_bias=False, capacity_factor=None, dense_mlp=0)
+    plain = dataclasses.replace(v3, dense_layers=0, layers=4, mlp=18_432, vocab=1024, **none)
+    found = {
+        "V2 Lite, fsdp": (_cut(lite, 5), "v5e:4x4", 16, 4096, dict(fsdp=16)),
+        "V2 Lite, experts": (_cut(lite, 5), "v5e:4x4", 16, 4096, dict(fsdp=4, expert=4)),
+        "V2 Lite, context": (_cut(lite, 5), "v5e:4x4", 8, 8192, dict(fsdp=8, context=2)),
+        "V2": (_cut(v2, 4), "v5p:4x4x4", 128, 4096, dict(fsdp=8, expert=8)),
+        "V3": (_cut(v3, 5), "v5p:4x4x4", 64, 4096, dict(fsdp=16, expert=4)),
+        "Qwen 3 30B": (_cut(qwen, 4), "v5e:4x4", 16, 4096, dict(fsdp=16)),
+        "V3, no experts": (plain, "v5p:2x2x4", 16, 4096, dict(fsdp=16)),
+        "V3, no experts, two rows": (plain, "v5p:2x2x4", 32, 4096, dict(fsdp=16)),
+    }
+    return {
+        f"fitted, wide: {name}": Case(config, chips, batch, size, roles.Roles(**by, remat=True))
+        for name, (config, chips, batch, size, by) in found.items()
+    }
 
 
 def _nodes(numbers, rng):
@@ -111,6 +144,7 @@ DRAWS = {
     "newer": Draw(1_122_026, 24, _by_config, _torus),
     "last": Draw(3_122_026, 24, _by_config, _torus),
     "fourth": Draw(28_112_029, 24, _by_config, _torus, chunks=(1, 1, 8)),
+    "latent": Draw(28_112_030, 12, functools.partial(_by_config, latent=True), _torus),
     "here": Draw(28_112_027, 8, _by_config, lambda rng: "h200:1x1"),
     "products": Draw(30_112_026, 12, _by_config, _few, dict(remat=True, products=True)),
 }

@@ -10,10 +10,11 @@ import dataclasses
 import operator
 from typing import NamedTuple
 
-from shardwise.costs.arrays import Part
+from shardwise.costs.arrays import EXPERT, Part
 from shardwise.costs.ledger import WIDE
 from shardwise.costs.sent import passed, slots
 
+_LANES = 128  # of a TPU's vector registers, to which the last axis of an array is filled up
 _FEW = 8192  # tokens: of more, or twice as many, programs for TPUs have copies at the loss
 
 
@@ -33,7 +34,9 @@ class Terms(NamedTuple):
     In a layer's backward pass: `gradients` of the device's shares; `layer`, all that one layer's
     backward pass has; `around`, an activation whole, as tensor's products need it, and half of one
     cut, as it is between them; `ring`, what goes around a context axis, there and arriving;
-    `dispatch`, rows on their way to experts and back.
+    `dispatch`, rows on their way to experts and back; `whole`, the gradients of a layer's experts,
+    and beside latent attention of all its weights, before fsdp scatters them. In that of latent
+    attention alone: `heads`, q, k, v and output of all heads, filled up to whole lanes.
 
     Of stages: `pending`, what the half of a backward that the stage before waits for leaves to the
     half that yields the weights' gradients, and `task`, what a task puts into its slot.
@@ -51,14 +54,19 @@ class Terms(NamedTuple):
     pending: float = 0.0
     task: float = 0.0
     beside: float = 0.0
+    whole: float = 0.0
+    heads: float = 0.0
 
 
 # How many copies of each term the TPU compiler keeps. `benchmarks/plan.py` fits those that are no
 # counts, and judges the whole on other models; what offload needs was read from a few programs.
 COUNTS = Terms(*[1.0] * len(Terms._fields))._replace(beside=0.0)
 COEFFICIENTS = COUNTS._replace(layer=0.42, around=4.5, ring=0.8, dispatch=0.6)
+# Read from the compiler's lists for a few programs, of DeepSeek V2 and V3 and Qwen 3 30B.
+COEFFICIENTS = COEFFICIENTS._replace(whole=1.5, heads=2.0)
 # XLA's for GPUs, which has sums of microbatches half a second time; `benchmarks/plan_gpu.py` fits.
 OF_GPUS = COUNTS._replace(around=0.0, logits=1.2, ring=0.3, dispatch=0.0, summed=1.5)
+OF_GPUS = OF_GPUS._replace(whole=0.0, heads=0.0)  # which were not looked for there
 # Where there is a GPU to time kernels on, and how much more than that five programs needed there
 # (`benchmarks/gpu.py`): up to 1.5 %.
 _AT_MOST, _MARGIN = dict(logits=1.0, beside=1.0), 1.02
@@ -68,7 +76,8 @@ _WORKED_ON = 1.0, 2.5, 1.4, 4 / 6
 _ALWAYS = ("weights", "kept", "summed", "pending")
 PHASES = (
     (*_ALWAYS, "logits", "beside"),
-    (*_ALWAYS, "gradients", "layer", "around", "ring", "dispatch"),
+    (*_ALWAYS, "gradients", "layer", "around", "ring", "dispatch", "whole"),
+    (*_ALWAYS, "gradients", "heads", "around", "ring", "whole"),
     (*_ALWAYS, "task"),
 )
 
@@ -151,6 +160,8 @@ def _terms(part, parameters, gpu):
         dispatch=_dispatch(part) if part.config.experts else 0,
         summed=parameters if r.microbatches > 1 else 0,
         beside=_beside(part, head) if gpu else 0,
+        whole=_whole(part) if r.microbatches == r.tensor == 1 else 0,
+        heads=part.tokens * _filled(part) if part.config.latent else 0,
     )
 
 
@@ -201,12 +212,18 @@ def _weights(part):
     """
     held, again = part.held(), part.roles.remat
     ends = (s for s in held if not s.array.stacked and part.ends(s.array))
-    stacks = collections.Counter()
-    for s in (s for s in held if s.array.stacked):
-        together = s.array.shape[0] // s.stages if again else 1
-        stacks[s.array.path.split("/")[0]] += s.whole * part.itemsize // together
-    layers = (max if again else sum)(stacks.values())
+    stacked = (s for s in held if s.array.stacked)
+    each = ((s, s.whole // (s.array.shape[0] // s.stages if again else 1)) for s in stacked)
+    layers = (max if again else sum)(_by_stack(part, each))
     return layers, sum(s.whole * part.itemsize for s in ends)
+
+
+def _by_stack(part, elements):
+    """The bytes as used of each stack of layers, of pairs of a share and a number of elements."""
+    found = collections.Counter()
+    for share, size in elements:
+        found[share.array.path.split("/")[0]] += size * part.itemsize
+    return found.values()
 
 
 def _cast(part):
@@ -286,6 +303,24 @@ def _dispatch(part):
     c, used, n = part.config, part.itemsize, part.roles.tensor
     chosen = 2 * c.experts_per_token * c.embed * (used + WIDE)
     return part.tokens * (chosen + 2 * slots(part) * used * (c.embed + c.mlp / n))
+
+
+def _whole(part):
+    """The bytes of the gradients of a layer's experts, or of all its weights beside latent
+    attention, whole along fsdp, in the dtype of use. Not seen in a loop over microbatches, whose
+    sums are counted, or beside tensor, whose products are taken in parts.
+    """
+    cut = (s for s in part.held() if s.array.stacked and s.fsdp > 1)
+    if not part.config.latent:
+        cut = (s for s in cut if EXPERT in s.array.names)
+    return max(_by_stack(part, ((s, s.whole // s.array.shape[0]) for s in cut)), default=0)
+
+
+def _filled(part):
+    """The bytes of a token's q, k, v and attention's output, in lanes of 128 entries."""
+    c = part.config
+    lanes = sum(-(-size // _LANES) * _LANES for size in (c.head_dim, c.depth))
+    return (c.heads + c.kv_heads) * lanes * part.itemsize
 
 
 def _normed(c):

@@ -49,6 +49,8 @@ _MEANT = Terms(
     pending="of a pipeline: what the weights' gradients wait for",
     task="of a pipeline: what a task has just computed",
     beside="gradients of logits and head, where the compiler chose so",
+    whole="gradients of a layer, or its experts, whole",
+    heads="the backward pass of a layer's latent attention",
 )
 _OF_OWN = _MEANT._replace(logits="the gradient of the largest array that is kept")
 
