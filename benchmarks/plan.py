@@ -145,7 +145,7 @@ def of_tpus(record: Mapping) -> memory.Terms:
     grids = {"layer": [i / 50 for i in range(51)], "around": [i / 2 for i in range(20)]}
     best = fitted(CASES, known, memory.COEFFICIENTS, **grids)
     wide = {n: candidate(CASES[n]).memory for n in record if n.startswith("fitted, wide: ")}
-    grids = {"whole": [i / 4 for i in range(13)], "heads": [i / 4 for i in range(25)]}
+    grids = {"whole": [i / 10 for i in range(21)], "heads": [i / 4 for i in range(25)]}
     return _best(wide, record, wide, grids, best)
 
 

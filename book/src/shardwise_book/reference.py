@@ -82,16 +82,8 @@ def convert(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: li
         lines[:0] = ["..", ""]  # a comment: napoleon takes words before a first colon for a type
 
 
-def signature(
-    app: Sphinx,
-    what: str,
-    name: str,
-    obj: Any,
-    options: Any,
-    args: str | None,
-    returned: str | None,
-) -> tuple[str | None, str | None]:
-    """(arguments, what is returned), with defaults of a dataclass as one writes them."""
+def _signature(app, what, name, obj, options, args, returned):
+    """(arguments, what is returned), with a dataclass's defaults as one writes them."""
     for told, written in DEFAULTS if args else ():
         args = re.sub(told, written, args)
     return args, returned
@@ -103,9 +95,7 @@ def skip(app: Sphinx, what: str, name: str, obj: Any, skipped: bool, options: An
 
 
 class Renamed(ClassDocumenter):
-    """Shows a class under the name by which a module offers it, as `context.ring`; not as an alias
-    of another, of which readers know nothing.
-    """
+    """Shows a class under the name by which a module offers it, as `context.ring`, no alias."""
 
     def import_object(self, raiseerror: bool = False) -> bool:
         found = super().import_object(raiseerror)
@@ -138,7 +128,7 @@ def modules(package: Path) -> dict[str, str]:
 
 def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", convert, priority=400)
-    app.connect("autodoc-process-signature", signature)
+    app.connect("autodoc-process-signature", _signature)
     app.connect("autodoc-skip-member", skip)
     app.add_autodocumenter(Renamed, override=True)
     app.add_directive("module-table", ModuleTable)

@@ -34,7 +34,7 @@ class Asked:
     Args:
       model: a published model's name (llama3-8b, llama3-70b, llama3-405b, llama2-7b,
         llama2-70b, mixtral-8x7b), or a config.json, or its folder: of Llama, Mistral, Mixtral,
-        Qwen 2 and 3, Gemma, Phi 3 and 4, OLMo, Granite or SmolLM.
+        Qwen 2 and 3, Gemma, Phi 3 and 4, OLMo, Granite, SmolLM or DeepSeek.
       batch: rows of a step, of all devices together, or its tokens, as 4M (about).
       sequence: tokens of a row.
       chips: their kind and shape, such as v5p:4x4x8 (128 TPUs) or h100:16x8 (16 nodes of 8
