@@ -8,8 +8,7 @@ import importlib.metadata
 
 # Less optimisation of machine code, and no division of the little there is: half the time.
 QUICK = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
-# Fusions become machine code by MLIR, which takes as long as all else. The way before it is still
-# in these releases, and later ones refuse the flag.
+# Fusions to machine code by MLIR take as long as all else; later releases refuse this flag.
 QUICKER = "--xla_cpu_use_fusion_emitters=false"
 # Simulated devices that wait 40 s for each other in a collective end the process: on a busy machine
 # they may only be slow. JAX before 0.10 has no such flag.

@@ -37,11 +37,9 @@ def loads_explorer(
         choices, busiest = int(sum(wanted)), int(max(wanted))
         lost = choices - int(sum(kept))
         exchanged, gathered = map(int, sent(experts, per_token, capacity, devices))
-        by_exchange = (
-            f"{said('exchanged', exchanged)} bytes by an all-to-all there and back, "
-            if exchanged
-            else "without a capacity there is no all-to-all of fixed size; "
-        )
+        by_exchange = "without a capacity there is no all-to-all of fixed size; "
+        if exchanged:
+            by_exchange = f"{said('exchanged', exchanged)} bytes by an all-to-all there and back, "
         less = "all-to-all" if exchanged and exchanged < gathered else "gather"
         return (
             f"{said('choices', choices)} choices; the busiest expert has "
