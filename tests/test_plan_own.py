@@ -75,6 +75,15 @@ def test_memory_of_two_products_is_the_count():
     assert found[1, 4].memory.terms.kept == whole.kept // 4
 
 
+def test_parameters_that_the_optimizer_freezes_have_no_state():
+    kinds = {"into": "freeze", "out": "train", "bias": "train"}
+    each = {"train": optax.adam(1e-2), "freeze": optax.set_to_zero()}
+    _, frozen = on_eight(create, loss, optax.multi_transform(each, kinds), batch())
+    _, usual = on_eight(create, loss, optax.adam(1e-2), batch())
+    assert frozen.memory.parameters == usual.memory.parameters
+    assert usual.memory.state - frozen.memory.state == 2 * 4 * WIDE * HIDDEN // 8
+
+
 def test_seconds_are_those_of_the_products():
     step = usual().fitting[0].step
     chip = topology.chips("v5e:2x4").chip

@@ -41,8 +41,8 @@ def own(
     is allocated, and no step is run. Not proposed are roles that need marks in the loss: tensor,
     context, expert, stage.
 
-    Parameters, state, and the bytes that the program asks to send (without sums of aux) are exact.
-    What a step needs besides is an estimate, the sum of
+    Parameters, state (of what `tx` freezes there is none), and the bytes that the program asks to
+    send (without sums of aux) are exact. What a step needs besides is an estimate, the sum of
 
     - what JAX keeps from the forward pass to the backward one, with weights that are gathered or
       cast, but without what elementwise operations make of the rest: a compiler computes it again;
