@@ -210,6 +210,28 @@ def test_state_is_what_devices_hold(seed):
 
 
 SMALL = model.Config(vocab=512, embed=64, layers=8, heads=8, kv_heads=4, head_dim=16, mlp=128)
+LATENT = dict(latent=12, query_latent=20, kv_heads=8, head_dim=12, rope_dim=4, value_dim=8)
+DEEP = dict(experts=8, capacity_factor=1.25, shared_experts=1, router_bias=True, mlp=32, layers=3)
+DEEP |= LATENT | dict(dense_layers=1, dense_mlp=96)
+LATENT_ROLES = dict(fsdp=2, expert=2, context=2, remat=True), dict(fsdp=8, microbatches=2)
+LATENT_ROLES += dict(data=2, context=4), dict(expert=4, context=2, microbatches=2, remat=True)
+
+
+@pytest.mark.parametrize("sizes", marked(LATENT_ROLES, LATENT_ROLES[:1]), ids=str)
+def test_latent_attention_and_dense_layers_are_held_and_sent_by_the_formula(sizes):
+    each, config = roles.Roles(**sizes), dataclasses.replace(SMALL, **DEEP)
+    layout = compiling.layout_of(each, config, mesh.make(**each.sizes))
+    program = compiling.program_of(each, config, 32, LENGTH)
+    (part,) = parts(each, config, arrays.of_decoder(config), 32, LENGTH)
+    counted = measure.collectives(lowered_by(layout, program)).ring_bytes
+    assert math.isclose(sum(s.bytes for s in sent.sent(part)), counted)
+    laid = layouts.shardings(layout, jax.eval_shape(program.create, KEY))
+    shapes = jax.tree.leaves(jax.eval_shape(program.create, KEY))
+    held = [
+        math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize
+        for s, x in zip(jax.tree.leaves(laid), shapes, strict=True)
+    ]
+    assert memory.memory(part).parameters == sum(held)
 
 
 @functools.cache
@@ -377,10 +399,10 @@ def test_what_stages_keep_is_what_the_program_keeps(name):
     assert math.isclose(along, sum(parts_of.values()))
 
 
-@pytest.mark.parametrize("chunks", [1, 8])
-def test_flops_are_those_of_the_program(chunks):
+@pytest.mark.parametrize("chunks, changes", [(1, {}), (8, {}), (1, LATENT)])
+def test_flops_are_those_of_the_program(chunks, changes):
     """Of the step that is differentiated, with attention over all pairs."""
-    config = dataclasses.replace(SMALL, layers=2, scan=False)
+    config = dataclasses.replace(SMALL, layers=2, scan=False, **changes)
     program = compiling.program_of(roles.Roles(context=8, loss_chunks=chunks), config, 2, 64)
     params = jax.eval_shape(program.create, KEY)
     step = jax.jit(jax.grad(lambda params, batch: program.loss(params, batch).total))
@@ -392,7 +414,8 @@ def test_flops_are_those_of_the_program(chunks):
     part, plain = (parts(r, config, held, 2, 64)[0] for r in (each, roles.Roles()))
     assert seconds.flops(part) - seconds.flops(plain) == logits * (chunks > 1)
     causal = plan.model_flops(config, 2, 64)
-    assert expected - causal == 6 * 2 * config.heads * config.head_dim * 2 * 64**2
+    entries = config.heads * (config.head_dim + config.depth)
+    assert expected - causal == 6 * entries * 2 * 64**2
 
 
 SLOTS = {
