@@ -67,6 +67,7 @@ def _read(compiled, chip):
         "flops": measure.flops(compiled),
         "sent": counted.ring_bytes,
         "windowed": any("windowed" in op.notes for op in counted.ops),
+        "beside": sum(b.times * b.op.ring_bytes for b in beside.found if b.products),
         "exposed": beside.exposed,
         "strategy": longest.op.strategy,
         "lanes": longest.lanes,

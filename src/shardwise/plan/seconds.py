@@ -80,6 +80,7 @@ class Step:
         """The name of what a step takes longest for.
 
         Products and what is hidden behind them run at once: those that are done sooner do not bind.
+        Where all that is hidden takes longer together, its parts count, however short each is.
         """
         terms = collections.Counter({"host": 2 * self.host})
         products = {"arithmetic": self.arithmetic, "weights": self.weights}
