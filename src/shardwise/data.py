@@ -135,8 +135,7 @@ def batches(
     `batch` is the global batch, of whose rows process p of n takes every n-th, from row p on.
 
     Raises:
-      ValueError: sizes below 1, a batch that the processes cannot share evenly, or no such split
-        or process.
+      ValueError: sizes below 1, a batch that processes do not divide, no such split or process.
     """
     whole = min(batch, seq_len, process_count) >= 1 and batch % process_count == 0
     if not whole or not 0 <= process_index < process_count:

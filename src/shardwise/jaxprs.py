@@ -36,8 +36,7 @@ def within(eqn: Any) -> Iterator[Any]:
 def carries(scan: Any, body: Any) -> slice:
     """The inputs of a scan that are carried round; before them stand constants, after them xs.
 
-    By ranks, since JAX's versions count in different ways: what is stacked has one axis more
-    outside than inside.
+    By ranks, since JAX's versions count differently: what is stacked has an axis more outside.
     """
     ys = sum(a.aval.ndim > b.aval.ndim for a, b in zip(scan.outvars, body.outvars, strict=True))
     xs = sum(a.aval.ndim > b.aval.ndim for a, b in zip(scan.invars, body.invars, strict=True))

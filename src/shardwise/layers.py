@@ -29,8 +29,8 @@ class Config:
     activations, and of weights where they are used; `param_dtype` that of weights as they are held.
 
     Raises:
-      ValueError: a value that is not allowed, or sizes that do not fit each other: `heads` is a
-        multiple of `kv_heads`, `layers` of `stages`, and `head_dim` is even.
+      ValueError: a value that is not allowed, or sizes that do not fit each other, as the fields
+        say; `heads` is a multiple of `kv_heads`, `layers` of `stages`, and `head_dim` is even.
     """
 
     vocab: int = 256
@@ -41,10 +41,12 @@ class Config:
     head_dim: int = 32
     mlp: int = 384  #: Hidden size of a layer's MLP, or of each expert.
     experts: int = 0  #: MLPs of a layer, of which a token uses a few. With 0 there is one for all.
-    experts_per_token: int = 2  #: The number of experts that a token uses.
+    experts_per_token: int = 2  #: The number of experts that a token uses, from 1 to `experts`.
     shared_experts: int = 0  #: The number of further experts, which every token uses.
     capacity_factor: float | None = None  #: The `capacity` of `marks.experts`; None drops nothing.
-    router: str = "softmax"  #: The function of experts' scores, "softmax" or "sigmoid".
+    #: The function of experts' scores, "softmax" or "sigmoid". Those of a token's experts, if there
+    #: are several, are divided by their sum.
+    router: str = "softmax"
     router_bias: bool = False  #: Whether a bias is added to scores to choose experts, only there.
     stages: int = 1  #: Stages of a pipeline, with `marks.stage_boundary` between their layers.
     dropout: float = 0.0  #: Probability, below 1, that an entry of a sublayer's output is dropped.
@@ -60,12 +62,14 @@ class Config:
     activation: str = "silu"  #: The function of an MLP's gate, "silu", or "gelu" by tanh.
     rope_theta: float = 10_000.0  #: Base of the wavelengths of rotary positions.
     norm_epsilon: float = 1e-6  #: What RMSNorm adds to the mean square.
-    rope_dim: int = 0  #: Last entries of a head's queries and keys that positions turn; 0 for all.
+    rope_dim: int = 0  #: Last entries of queries and keys that positions turn, even; 0 for all.
     value_dim: int = 0  #: Entries of a head's values; 0 for `head_dim`.
-    latent: int = 0  #: Width from which all heads' keys and values are made; 0: from activations.
+    #: Width from which all heads' keys and values are made; 0: from activations. With it `kv_heads`
+    #: is `heads`, `rope_dim` is above 0 and below `head_dim`, and no qkv_bias or qk_norm is set.
+    latent: int = 0
     query_latent: int = 0  #: Width from which queries are made, beside `latent`; 0 likewise.
-    dense_layers: int = 0  #: First layers that have one MLP in place of experts.
-    dense_mlp: int = 0  #: Hidden size of the MLP of a dense layer.
+    dense_layers: int = 0  #: First layers that have one MLP in place of experts; not all layers.
+    dense_mlp: int = 0  #: Hidden size of a dense layer's MLP: above 0 with `dense_layers`, else 0.
 
     def __post_init__(self):
         for name, wrong, expected in self._mistakes():
@@ -159,9 +163,7 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square normalisation in float32, over embed or other last axes of an activation
-    (Zhang and Sennrich, 2019).
-    """
+    """RMSNorm in float32, over embed or other last axes (Zhang and Sennrich, 2019)."""
 
     def __init__(self, config: Config, axes: tuple[str, ...] = ("embed",)):
         ones = jnp.ones([getattr(config, axis) for axis in axes], config.param_dtype)

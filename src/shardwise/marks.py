@@ -43,6 +43,9 @@ KNOWN |= {"total", "use"}
 def bind(**meanings: Callable) -> Iterator[None]:
     """A context manager that gives marks a meaning: `bind(use=gather)`; the others keep theirs.
 
+    A meaning gets all arguments of its mark by position, defaults filled in. It replaces the one
+    before, and stays bound while it runs: one that calls its own mark is a RecursionError.
+
     Raises:
       ValueError: a keyword is no mark that takes a meaning. Those are attend, constrain, experts,
         index, layer, local, stage_boundary, total and use.
@@ -99,7 +102,10 @@ def layer(body: Callable) -> Callable:
 
 
 def stage_boundary(x: Any) -> Any:
-    """`x`, where one pipeline stage ends and the next begins: k marks make k+1 stages."""
+    """`x`, a pytree, where one pipeline stage ends and the next begins: k marks make k+1 stages.
+
+    It has all that is handed on, and stands in no loop: each stage has a scan of its own.
+    """
     return _meaning("stage_boundary")(x)
 
 
@@ -116,8 +122,8 @@ def total(x: Any, axes: tuple[str, ...] = ("rows", "sequence")) -> Any:
     """The sum of `x`, statistics of a part, over the parts into which `axes` cut the batch.
 
     Unbound it is `x`, a pytree; `axes` are "rows", "sequence" or both. No gradient flows through
-    it: each part would add its gradient of the one sum. Over "rows" it is refused with several
-    microbatches, none of which sees the others.
+    it: each part would add its gradient of the one sum. Over "rows" in several microbatches, none
+    of which sees the others, it is a ValueError while the loss is traced.
     """
     return _meaning("total")(jax.lax.stop_gradient(x), axes)
 

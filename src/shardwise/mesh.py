@@ -109,8 +109,7 @@ def placed(devices: Sequence[Any], sizes: Mapping[str, int]) -> np.ndarray:
 
 
 def across_groups(who: str, sizes: Mapping[str, int], number: int, what: str) -> tuple[int, ...]:
-    """The number of parts into which borders between slices, or nodes, cut each axis of a mesh; the
-    first axes lie across.
+    """In how many parts borders of slices, or nodes, cut each axis; the first axes lie across.
 
     Raises:
       ValueError: an axis that the borders cut unevenly.

@@ -290,10 +290,11 @@ def routed_loss(
 ) -> tuple[objective.Mean, dict[str, jax.Array]]:
     """(mean, aux) of a decoder with experts: `loss`, with a penalty in its total, and counts.
 
-    The penalty is `balance` times `experts.penalty`, summed over layers; `over`, "batch" or "rows",
-    is what that averages over. Balancing by a bias needs none: balance=0. `aux` has sums over real
-    tokens, so that those of the parts of a batch add up: "loads" [layers, experts], the choices of
-    each expert; "dropped" [layers], choices without a slot; "nats", the total without the penalty.
+    The mean, total / count, is the cross-entropy plus `balance` times the sum over layers of n·Σ
+    f·P, 1 for even routing (`experts.penalty`); `over`, "batch" or "rows", is what that averages
+    over. Balancing by a bias needs none: balance=0. `aux` has sums over real tokens, so that those
+    of the parts of a batch add up: "loads" [layers, experts], the choices of each expert; "dropped"
+    [layers], choices without a slot; "nats", the total without the penalty.
 
     Raises:
       ValueError: `over` is neither; what `loss` raises.
@@ -319,8 +320,7 @@ def program(config: Config) -> tuple[Callable, Callable, bool]:
     """(create, loss, has_aux), to train a decoder of this config, as `layouts` and `run` take them.
 
     `create(key)` is its state. `loss(params, batch, key)` is `model.loss`, or with experts
-    `routed_loss` with the penalty over each row, which microbatches do not change; then `has_aux`
-    is True.
+    `routed_loss` with the penalty over each row, alike in microbatches; `has_aux` is then True.
     """
 
     def create(key):

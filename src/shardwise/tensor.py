@@ -28,8 +28,9 @@ _KV_HEADS = " Or leave kv heads whole, every device computing all: table(...) | 
 def table(axis: Axes) -> dict[str, Axes]:
     """The table from the logical axes of a decoder to the mesh axis that cuts them, or to None.
 
-    Heads, the MLP's width and the vocabulary are cut; `embed` stays whole: one product's output is
-    cut and the next one contracts it. Models with other axes add theirs: `table(axis) | {...}`.
+    Cut are "vocab", "heads", "kv_heads" and "mlp"; "embed" and "head_dim" stay whole: one product's
+    output is cut, the next one contracts it. Other axes of a model are added:
+    `table(axis) | {...}`.
     """
     return {**dict.fromkeys(_CUT, axis), **dict.fromkeys(_WHOLE)}
 
@@ -59,8 +60,8 @@ def activations(
 def check(axis: str, n: int, sizes: Mapping[str, int], length: int | None = None) -> None:
     """Raise where `n` devices along `axis` cannot divide what they would cut.
 
-    `sizes` maps logical axes to their sizes; others than those that are cut do not matter. `length`
-    is that of the sequence, for sequence parallelism.
+    `sizes` maps logical axes to sizes, of which those of "vocab", "heads", "kv_heads" and "mlp"
+    count. `axis` is a name for messages, `length` that of a sequence that is cut too.
 
     Raises:
       ValueError: a size that `n` does not divide, with the numbers of devices that would do.
@@ -117,13 +118,15 @@ def collectives(
     after the MLP, and backward before each; without `mlp`, around attention alone. So does the
     embedding once, forward, and the head once, backward; the loss sums three float32 numbers of
     each token. `normed_heads` is the number of a layer's norms that run over all heads, which the
-    axis cuts: each sums one float32 of each token, forward and backward.
+    axis cuts, a mean where layers differ: each sums one float32 of each token, forward and
+    backward; one whose forward pass is done again counts 1.5.
 
     With `sequence` a sum of an activation becomes a gather and a scatter, and the gradients of the
     norms' scales are summed: `scales` bytes, by default those of two float32 scales in each layer
-    and one last. A rematerialised layer may gather once more what enters its products, as the head
-    may (`gathers_again`), and scatter, or without `sequence` sum, once more what leaves attention
-    (`sums_again`). Nothing needs what leaves the MLP.
+    and one last. There rematerialised layers gather once more what enters their products, and so
+    does the head (`gathers_again`, which without `sequence` does nothing). A layer may scatter, or
+    without `sequence` sum, once more what leaves attention (`sums_again`). Nothing needs what
+    leaves the MLP.
     """
     blocks, activation, dtype = 1 + mlp, (rows, length, embed), DTYPES[itemsize]
     again = {"all-reduce": sums_again}

@@ -71,8 +71,9 @@ class Optimizer:
     Each function gets those of these arguments that it has. A schedule's `peak_value` and `value`
     are `peak`, `warmup_steps` is `warmup`, `decay_steps` and `transition_steps` are `decay`, and
     `end_value` is `end`, as `alpha` relative to `peak`; its `init_value` is 0 where it has a
-    `peak_value`, else `peak`. The optimizer's `learning_rate` is the schedule. A setting that is
-    neither 0 nor its default, and that the function has no argument for, is an error.
+    `peak_value`, else `peak`. The optimizer's `learning_rate` is the schedule, and `mu_dtype`,
+    `accumulator_dtype` or `dtype_momentum` is `moments`. A setting that is neither 0 nor its
+    default, and that the function has no argument for, is an error.
     """
 
     name: str = "adamw"  #: The optimizer's function.
@@ -83,7 +84,8 @@ class Optimizer:
     end: float = 0.0  #: The learning rate from that step on.
     weight_decay: float = 0.1  #: The optimizer's factor of weight decay.
     clip: float | None = 1.0  #: Global norm to which gradients are clipped. None clips nothing.
-    moments: str | None = None  #: Dtype of the first moment. None is that of the parameters.
+    #: Dtype of the first moment, "bfloat16" or "float32". None is that of the parameters.
+    moments: str | None = None
 
     def rate(self) -> Any:
         """The schedule, a function of the step, from 0 on, to the learning rate; a ValueError if
@@ -154,10 +156,11 @@ def step(
 ) -> Callable:
     """A jitted training step, `(params, opt_state, batch, key=None) -> (params, opt_state, mean)`.
 
-    `loss` and `microbatches` are those of `objective.value_and_grad`. `mean` is the mean loss, a
-    scalar array, also of an `objective.Mean`. Of a loss with aux, as `model.routed_loss`, hand over
-    the first output alone, or take `layouts.step`. `optimizer` is any optax transformation. With a
-    `key`, one for each step, dropout is on.
+    `loss(params, batch)`, with `key=` if the step gets one (then dropout is on), returns an
+    `objective.Mean`, or a scalar that is a mean over rows; the rows are taken in so many
+    `microbatches`, one after the other. `mean` is the mean loss, a scalar array. Of a loss with
+    aux, as `model.routed_loss`, hand over the first output alone, or take `layouts.step`.
+    `optimizer` is any optax transformation.
     `params` and `opt_state` are donated: use only what is returned. `jit` compiles the step, for a
     mesh `functools.partial(rules.jit, mesh=mesh, in_rules=ins, out_rules=outs)`: `ins` is a tuple
     of three entries, of params, opt_state and batch, and a fourth if the step gets a key; `outs`

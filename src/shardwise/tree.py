@@ -83,8 +83,7 @@ def axis_names(box: Any) -> tuple[str | None, ...] | None:
 class Leaf(NamedTuple):
     """One array of a tree, as rules see it.
 
-    `axes` names each of its axes, or is None where nothing is known; the unnamed leading axis of
-    a stack is "layers".
+    `axes` names each of its axes, or is None if none is known; an unnamed leading one is "layers".
     """
 
     path: str

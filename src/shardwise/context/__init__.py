@@ -13,8 +13,7 @@ device, and differ in what they send, keep and allow:
 
 `axis` is one mesh axis, or several as one. `form.bytes_sent(n, q, k, v)` has the bytes that
 one of n devices sends in a layer's attention, as `.forward` and `.backward`; q, k and v (by default
-like k) are of the whole sequence, and may be shapes. A rematerialised layer sends the forward bytes
-twice.
+like k) are of the whole sequence, and may be shapes. With remat the forward bytes are sent twice.
 
 Where a device sees whole sequences, as without a context axis or by ulysses, a kernel may compute
 attention: `layouts.Layout(kernel=...)`. `tiled` keeps no scores on any device, and `splash()`, for

@@ -1,6 +1,4 @@
-"""Kernels for where a device sees whole sequences: Pallas' splash attention for TPUs, and cuDNN's
-for GPUs.
-"""
+"""Kernels for whole sequences on a device: Pallas' splash attention on TPUs, cuDNN's on GPUs."""
 
 import dataclasses
 from typing import Literal

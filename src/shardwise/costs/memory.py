@@ -26,17 +26,18 @@ class Terms(NamedTuple):
     activations from forward to backward, of all live microbatches; `summed`, the gradients of the
     device's shares where those of microbatches are added up.
 
-    At the loss: `logits`, in the dtype of use, and the head's gradient; of GPUs one of them; of a
-    loss in chunks the head's gradient in float32, and a chunk's logits or an array like the head.
-    `beside` is what a GPU may have there besides, since its compiler chooses kernels by timing
-    them: the logits' gradient, the head's in the dtype of use, and the share of it that is kept.
+    At the loss: `logits`, for TPUs the head's gradient plus the larger of it and the logits, in the
+    dtype of use, with the compiler's copies; for GPUs the larger of logits and that gradient; of a
+    loss in chunks the head's gradient in float32 plus the larger of a chunk's logits and an array
+    like the head. `beside` is what a GPU may have there besides, since its compiler times kernels:
+    the logits' gradient, the head's in the dtype of use, and the share that is kept.
 
     In a layer's backward pass: `gradients` of the device's shares; `layer`, all that one layer's
-    backward pass has; `around`, an activation whole, as tensor's products need it, and half of one
-    cut, as it is between them; `ring`, what goes around a context axis, there and arriving;
-    `dispatch`, rows on their way to experts and back; `whole`, the gradients of a layer's experts,
-    and beside latent attention of all its weights, before fsdp scatters them. In that of latent
-    attention alone: `heads`, q, k, v and output of all heads, filled up to whole lanes.
+    backward pass has; `around`, the sum of an activation whole, as tensor's products need it, and
+    half of one cut, as it is between them; `ring`, what goes around a context axis, there and
+    arriving; `dispatch`, rows on their way to experts and back; `whole`, the gradients of a layer's
+    experts, and beside latent attention of all its weights, before fsdp scatters them. In that of
+    latent attention alone: `heads`, q, k, v and output of all heads, filled up to whole lanes.
 
     Of stages: `pending`, what the half of a backward that the stage before waits for leaves to the
     half that yields the weights' gradients, and `task`, what a task puts into its slot.
@@ -98,7 +99,9 @@ class Memory:
 
     @property
     def of_step(self) -> Terms:
-        """The terms, each times its coefficient; 0 where it is not in the fullest phase."""
+        """The terms of the fullest phase, each times its coefficient; others are 0. Phases are the
+        loss, a layer's backward pass, and a `task`, each with `pending` and the terms of any time.
+        """
         pairs = zip(self.coefficients, self.terms, strict=True)
         found = Terms(*(copies * size for copies, size in pairs))
         fullest = max(PHASES, key=lambda names: sum(getattr(found, name) for name in names))

@@ -25,8 +25,7 @@ def queued(chosen: jax.Array, experts: int, index: jax.Array | None = None) -> j
     """The place int32 [b, s, k] of each choice in the queue of its expert, from 0 on.
 
     `chosen` int [b, s, k] are experts' numbers; one below 0, or from `experts` on, is of none, and
-    has the place -1. `index` [b, s] are the tokens' places in the whole row, where the order in
-    memory is another.
+    has the place -1. `index` [b, s] are the tokens' places in the row, if memory's differ.
     """
     b, s, k = chosen.shape
     if index is not None:

@@ -45,13 +45,14 @@ def value_and_grad(
     function itself cuts the rows of the whole `batch`, however it lies, over `replicate` and the
     rule's axis. `args` are the same on every device.
 
-    A stacked array is gathered at `marks.use`, one layer at a time, and until then must not be
-    read. If the layer is rematerialised (`jax.checkpoint` around the body that calls `use`), it is
-    gathered again in the backward pass; if not, the gathered layers are kept. Where these arrays
-    have Ψ bytes when whole, a device of n sends 3Ψ(n-1)/n bytes a microbatch in the first case, and
-    2Ψ(n-1)/n in the second. An array that is not stacked is gathered at `use` too if all its
-    readers call it, and else before the loss; the compiler makes the same of both, unless a layer
-    is rematerialised.
+    A stacked array, one that the rule takes for layers along axis 0 (`rules.FSDPRule`: by `stacked`
+    or by the logical axes it carries; without both none is), is gathered at `marks.use`, one layer
+    at a time, and until then must not be read. If the layer is rematerialised (`jax.checkpoint`
+    around the body that calls `use`), it is gathered again in the backward pass; if not, the
+    gathered layers are kept. Where these arrays have Ψ bytes when whole, a device of n sends
+    3Ψ(n-1)/n bytes a microbatch in the first case, and 2Ψ(n-1)/n in the second. Another array is
+    gathered at `use` too if all its readers call it, and else before the loss; the compiler makes
+    the same of both, unless a layer is rematerialised.
 
     Other axes of the mesh are left to the compiler: parameters may be laid out over them
     (the rule's `over=`), and activations, by the loss itself or by a meaning of `marks.constrain`.

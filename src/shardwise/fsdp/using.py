@@ -135,8 +135,7 @@ class Use:
     """The meaning of `marks.use`, by which a loss's arrays are gathered, or taken from `wholes`.
 
     `known` has the `How`, or None, of each array that the loss gives to it, and the number of the
-    parameter that it is, by its path and shape. `deferred` says of each parameter whether the loss
-    receives it in shares.
+    parameter that it is, by its path and shape. `deferred` says of each whether a loss gets shares.
     """
 
     known: Mapping[tuple, tuple]
@@ -187,8 +186,7 @@ def use_of(found: Reads, arrays: Sequence[ArrayLayout], mesh: Mesh, hows: Sequen
     """The meaning of `marks.use` for a loss that reads its parameters as `found`.
 
     Raises:
-      ValueError: a stacked array that is read elsewhere, or one of which `use` cannot tell how to
-        gather it.
+      ValueError: a stacked array that is read elsewhere, or that `use` cannot tell how to gather.
     """
     for i, operation in found.elsewhere.items():
         if arrays[i].stacked and hows[i] is not None:

@@ -50,7 +50,7 @@ def place(layout: Layout, tree: Any) -> Any:
 
 
 def whole(layout: Layout, tree: Any) -> Any:
-    """The arrays that `place`, `init` or a step returned, whole on every device."""
+    """The arrays that `place`, `init` or a step returned, whole on every device: `rules.whole`."""
     return rules.whole(tree)
 
 
@@ -89,7 +89,9 @@ def value_and_grad(
 
     `loss(params, batch, *args)` is written for one device, with marks where a role needs them:
     `marks.attend` for context by hand, `marks.stage_boundary` for stages. What it returns, and
-    `has_aux`, `aux` and keys: see `shardwise.objective`.
+    `has_aux`, `aux` and keys: see `shardwise.objective`. `batch` is a tree of the arrays of all
+    rows, which the function cuts: NumPy's (of several processes the same in each), or JAX's,
+    committed to no device or in any layout over the mesh's.
 
     Where the layout divides batches, the first call with real arrays judges the loss, as
     `objective.check` does; `check=False` leaves that out. The function is jitted, except for an
@@ -115,7 +117,7 @@ def value(layout: Layout, loss: Callable, has_aux: bool = False, aux: Any = "sum
     """A function of `(params, batch, *args, key=None)`: the mean over the batch, or (mean, aux).
 
     It is for an evaluation: the backward pass is not computed, and the loss not judged. It is
-    jitted, except for an exact layout.
+    jitted, except for an exact layout; arguments are as in `value_and_grad`.
     """
     run = gradients.mean_and_grad(layout, loss, has_aux, aux, "layouts.value", backward=False)
 
@@ -147,7 +149,7 @@ def step(
     `params` and `opt_state` are what `init` returns. Both are donated (by an exact layout all but
     arrays that it cuts): use only what is returned. The function is jitted, except for an exact
     layout. An optimizer whose update takes `value=` gets the mean, and by `grad=` the gradients.
-    `loss`, `has_aux`, `aux` and `check` are as in `value_and_grad`.
+    `loss`, `batch`, `has_aux`, `aux` and `check` are as in `value_and_grad`.
 
     `frozen` is a predicate on paths, strings such as "norm/mean" (`tree.leaves`), true for
     parameters that the loss sets, such as running statistics. The optimizer's update of these is

@@ -1,6 +1,4 @@
-"""Files of weights: each process reads what its devices need, and one layer's weight at a time is
-written, by process 0.
-"""
+"""Files of weights: a process reads what its devices need; process 0 writes, layer by layer."""
 
 import contextlib
 import itertools

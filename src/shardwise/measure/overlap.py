@@ -21,7 +21,8 @@ class Beside:
     Fields:
       op: the collective, an `Op`.
       times: how often it runs; the seconds below are those of one run.
-      lanes: the directions of links along which it sends; 0 between slices, or nodes of GPUs.
+      lanes: the directions of links along which it sends, 1 in a node of GPUs, 0 between
+        slices or nodes.
       seconds: how long it takes; of several that share links at once, its part of their time.
       products: the names of the instructions that multiply between its start and its end.
       arithmetic: the seconds of these products at the chip's peak.
@@ -74,15 +75,16 @@ class Overlap:
 
 
 def overlap(program: Any, chip: Any) -> Overlap:
-    """The `Overlap` of communication and products in a TPU's program.
+    """The `Overlap` of communication and products in a program for TPUs or GPUs.
 
-    `program` is a compiled one, or its text, and `chip` a `Chip`, as `topology.CHIPS["v5e"]`. A
-    TPU's program is printed in the order in which it runs. What stands between the start of a
+    `program` is a compiled one, or its text, and `chip` a `Chip`, as `topology.CHIPS["v5e"]`. These
+    programs are printed in the order in which they run. What stands between the start of a
     collective and its end can run beside it; synchronous collectives are exposed. How long each
     takes is a model: bytes over the links that the compiler's strategy uses, as its text and the
-    torus let us infer; FLOPs, as `flops` counts them, over the peak in bfloat16; nothing else.
+    torus let us infer, of GPUs over NVLink or the network; FLOPs, as `flops` counts them, over the
+    peak in bfloat16; nothing else.
 
-    A strategy has colors, parts of the array that travel at once. If its name begins with
+    A TPU's strategy has colors, parts of the array that travel at once. If its name begins with
     `UniDirection`, a color uses one direction of a link, in others (`StrategyRing`, `StrategyND`)
     two. The text does not say so: we infer it, since these have half as many colors for the same
     axes. No more links count than there are: along each of several axes two if it closes into a

@@ -22,14 +22,15 @@ exact over devices and refused with microbatches; or a layout by the compiler (`
 microbatches, which sees whole arrays and is exact for every loss. Statistics that are to be those
 of each part's own rows, as in batch norm by device, are marked by `marks.local`.
 
-**Microbatches**: microbatch j of m holds the rows r with r % m == j, under every strategy. A batch
-whose rows are cut over devices stays cut so in each of them.
+**Rows** are axis 0 of each array of the batch. Where a batch is divided, a scalar in it is a
+ValueError, and further arguments go whole to each part. Microbatch j of m holds the rows r with r %
+m == j, under every strategy; a batch whose rows are cut over devices stays cut so in each of them.
 
-**Keys** go in by `key=`, raw or typed. Draws that depend on the key and on `marks.index` alone are
-those of one device under every strategy, bit for bit. A loss whose draws depend on shapes, as a
-dropout mask over its rows does, gets another key in each part: its masks are valid, and differ from
-one device's. Without microbatches the compiled path (`rules.jit`) divides nothing, and equals one
-device for these too.
+**Keys** go in by `key=`, raw or typed. If all draws depend on `marks.index`, as the loss's trace
+tells, each part gets the key itself: they are those of one device under every strategy, bit for
+bit. If none does, as of a dropout mask over its rows, each part gets another key: masks are valid,
+and differ from one device's. A loss that draws in both ways is a ValueError where it is divided.
+Without microbatches the compiled path (`rules.jit`) divides nothing, and equals one device.
 """
 
 from shardwise.objective.gradients import value_and_grad

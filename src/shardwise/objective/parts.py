@@ -250,8 +250,7 @@ def ways(aux: Any, tree: Any) -> list[str]:
     `aux` is one way, or a prefix tree of ways; None, where nobody reads the outputs, is "sum" too.
 
     Raises:
-      ValueError: a way that is none of "sum", "mean", "max" and "concatenate", or `aux` is no
-        prefix of `tree`.
+      ValueError: a way that is none of `WAYS`, or `aux` is no prefix of `tree`.
     """
     aux = "sum" if aux is None else aux
     try:

@@ -62,15 +62,16 @@ def value_and_grad(
     hand within a stage; without them all other axes are the compiler's.
 
     Args:
-      schedule: a key of `schedules.SCHEDULES`, a `Schedule`, or lists of tasks (`from_tasks`).
+      schedule: a key of `schedules.SCHEDULES`, or a `Schedule`, or lists of tasks (`from_tasks`),
+        for the k+1 stages of k marks, as many devices as `axis` has, and `microbatches`.
       specs: a function of the parameters to a list of PartitionSpecs, one for each leaf in the
         order of `jax.tree.leaves`: how parameters, and so gradients, lie over `axis` and `by_hand`.
         By default every device has every parameter, and every gradient, whole.
 
     Raises, when called:
-      ValueError: an axis that the mesh lacks; rows that do not split; no mark where the schedule
-        wants stages; a mark where the loss cannot be cut; a count that depends on parameters, with
-        several microbatches.
+      ValueError: an axis that the mesh lacks; rows that do not split; a schedule for other numbers
+        of stages, devices or microbatches; a mark where the loss cannot be cut; a count that
+        depends on parameters, with several microbatches.
       TypeError: arguments that are no arrays, or parameters that have no gradient.
     """
     meshes.check_axes(who, mesh, (axis,))

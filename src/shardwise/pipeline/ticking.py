@@ -34,7 +34,7 @@ def ticks(schedule: Schedule, backward: bool = True) -> Ticks:
     - "act", "cot", "kept" and "pend": the slot that the task reads or fills, of an activation or a
       cotangent that has arrived, of what a forward keeps, of what an I leaves to its W;
     - "act+k" and "cot+k", as "act+1": the slot for what the device k places before this one sends
-      at the end of the tick; -1 for nothing.
+      at the end of the tick; -1 for nothing. Other columns have 0 where they do not apply.
 
     Without `backward` the table has the forward tasks alone.
 

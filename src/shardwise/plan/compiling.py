@@ -46,9 +46,7 @@ def kernel(plan: Plan) -> str:
 
 
 def _settings(roles, config, kernel):
-    """The layout's settings besides its axes, as `shardwise train` has them; `kernel` counts where
-    devices see whole sequences.
-    """
+    """The settings besides axes, as `shardwise train` has them; `kernel` is for whole sequences."""
     again = "offload" if roles.offload else _PRODUCTS if roles.products else _NOTHING
     narrow = jnp.dtype(config.dtype) != jnp.dtype(config.param_dtype)
     found = {
@@ -114,10 +112,11 @@ def program_of(
 
 
 class Check(NamedTuple):
-    """The compiler's verdict: `fit` as `measure.fits` tells it; ring bytes, of stages those of the
-    device that sends most: `lowered`, of collectives by hand, `sent`, of the compiled program by
-    kind, and `differences`, what became of those by hand and of those expected along tensor. It
-    took so many `seconds`.
+    """The compiler's verdict on a step: `fit` as `measure.fits` tells it, and ring bytes of a
+    device, of stages of that which sends most. `lowered` are those of all collectives by hand;
+    `sent` those of the compiled program, a dict by kind, as "all-gather"; `differences`, a
+    `measure.differences.Differences`, tells what became of those by hand and of those expected
+    along tensor. Both are empty for what does not fit. It took so many `seconds`.
     """
 
     candidate: Candidate
@@ -148,7 +147,7 @@ def lowered(each: Roles, plan: Plan) -> tuple[ChipMesh, jax.stages.Lowered]:
 
 
 def check(candidate: Candidate, plan: Plan) -> Check:
-    """The `Check` of one candidate of a plan, by the chips' own compiler.
+    """The `Check`, by the chips' compiler, of a candidate of what `plan.plan` or `own` returned.
 
     Raises:
       ImportError: as `topology.compile`, also RuntimeError. That it does not fit is no error.

@@ -16,8 +16,8 @@ from shardwise.topology.slices import Chip, Chips
 
 
 class Side(NamedTuple):
-    """A mesh axis along one side of the torus, in a node, or over the cores of a chip: `size` of
-    these, every `stride`-th of `whole`.
+    """A mesh axis along one side of the torus, in a node, or over the cores of a chip (`on_chip`):
+    `size` of these, every `stride`-th of `whole`.
     """
 
     size: int
@@ -39,8 +39,8 @@ class Side(NamedTuple):
 
 
 class Way(NamedTuple):
-    """The links between a role's devices: along sides of the torus, or in a node, and across
-    `across` slices or nodes, which are `groups`.
+    """The links between a role's devices: along `sides` of the torus, or in a node, each a `Side`;
+    and across `across` slices or nodes, which `groups` names, "slices" or "nodes".
     """
 
     sides: tuple[Side, ...]

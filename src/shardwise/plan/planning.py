@@ -67,7 +67,8 @@ class Plan:
     """The layouts that fit, best first; those that are too large; those that cannot be.
 
     `plan` and `own` return it. `config`, `chips`, `batch`, `sequence` and `optimizer` are what was
-    asked; of a program of your own, `config` and `sequence` are None, and `own` has the program.
+    asked; of a program of your own, `config` and `sequence` are None, and `own` has its `create`,
+    `loss`, `tx` and `batch`.
     """
 
     config: Config | None

@@ -120,9 +120,7 @@ def _again(jaxpr: Any) -> Iterator[Any]:
 
 
 def _after_the_last(closed):
-    """The number of the first equation, when `opened`, after all that runs again: what is stored
-    there is gone then.
-    """
+    """The first equation's number, when `opened`, after what runs again, which is gone then."""
     jaxpr = closed.jaxpr
     found = [i for i, eqn in enumerate(jaxpr.eqns, 1) if any(_again(jaxpr.replace(eqns=[eqn])))]
     before = jaxpr.replace(eqns=jaxpr.eqns[: max(found, default=0)], outvars=[])

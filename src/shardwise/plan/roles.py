@@ -14,9 +14,7 @@ _CHUNKS = 8  # into which a row is cut for the loss
 
 
 class Refusal(NamedTuple):
-    """A layout that cannot be: its `roles`, and why, in a few words, `kind`, and by its numbers,
-    `reason`.
-    """
+    """A layout that cannot be: its `roles`; why, in few words, `kind`, by numbers, `reason`."""
 
     roles: Roles
     kind: str

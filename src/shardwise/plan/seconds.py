@@ -19,7 +19,7 @@ WAITED = ("activations", "tokens", "stages")
 
 
 class Transfer(NamedTuple):
-    """What is `sent`; `over` which links, one for each of its roles; and the seconds it takes."""
+    """What is `sent`; `over` which links, a `Way` for each of its roles; and its `seconds`."""
 
     sent: Sent
     over: tuple[Way, ...]
@@ -33,7 +33,7 @@ class Step:
     `arithmetic` at the chip's peak; `weights`, to read them from HBM for every microbatch;
     `update`, to read and write parameters and state; `transfers`, each with what is `sent`, `over`
     which links, and its `seconds`. `bubble` is the share of a step that devices wait for other
-    stages. `host` is how long activations take to the host, and as long again back.
+    stages. `host` is how long activations take to the host; their way back takes as long again.
     """
 
     arithmetic: float
@@ -77,7 +77,7 @@ class Step:
 
     @property
     def binds(self) -> str:
-        """The name of what a step takes longest for.
+        """What takes longest: "arithmetic", "weights", "host", or transfers' roles: "data × fsdp".
 
         Products and what is hidden behind them run at once: those that are done sooner do not bind.
         Where all that is hidden takes longer together, its parts count, however short each is.

@@ -31,17 +31,17 @@ def join(
     """Make this process number `index` of `count`, of which process 0 has `address`, "host:port".
 
     If these are None, SLURM, Kubernetes or a TPU VM says them, else this is one process. `devices`
-    is the number in all processes together, shared evenly, simulated or real. None means all
-    accelerators. Eight devices are simulated where there are none, and where several processes of
-    one machine (a loopback address) would each take all of its accelerators. For one GPU in each
-    process pass `devices=count`, and set CUDA_VISIBLE_DEVICES.
+    is the number in all processes together, shared evenly: a process with fewer accelerators than
+    its share simulates it on CPU. Of more accelerators one process takes the first, several take
+    all. `devices=None` means all accelerators, or eight simulated devices where there are none, and
+    where several processes of one machine (a loopback address) would each take all of its
+    accelerators. For one GPU in each process pass `devices=count`, and set CUDA_VISIBLE_DEVICES.
 
     Call it before anything touches a device. After `heartbeat` seconds a silent process is taken
     for dead. JAX's preemption service, which takes SIGTERM, is off.
 
     Raises:
-      ValueError: some of address, count and index without the others; devices that the processes
-        cannot share evenly.
+      ValueError: some of address, count and index without the others; devices that do not divide.
     """
     given = {"address": address, "count": count, "index": index}
     missing = [name for name, value in given.items() if value is None]

@@ -56,7 +56,9 @@ def place(tree: Any, rule: Any, mesh: Mesh) -> Any:
 
 
 def whole(tree: Any) -> Any:
-    """`tree` with each array whole on all devices of its mesh, so that each process can read it."""
+    """`tree` with each array whole on all devices of its mesh, so that each process can read it. Of
+    several processes all call this together; what lies on no mesh, as NumPy's, stays as it is.
+    """
     leaves, structure = jax.tree.flatten(tree)
     meshes = [getattr(getattr(x, "sharding", None), "mesh", None) for x in leaves]
     to = [NamedSharding(mesh, PartitionSpec()) if mesh is not None else None for mesh in meshes]
@@ -125,8 +127,8 @@ class Row(NamedTuple):
 class Description:
     """The layout of a tree, which prints as a table.
 
-    `rows` has for each array its `path`, `shape`, `spec`, `bytes` on each device, and `why` all
-    hold it whole, or "". `whole_bytes` is the tree's size, `mesh` a text with the mesh's sizes.
+    `rows` has for each array a named tuple: `path`, `shape`, `spec`, `bytes` on each device, and
+    `why` all hold it whole, or "". `whole_bytes` is the tree's size, `mesh` a text with its sizes.
     """
 
     rows: list

@@ -55,11 +55,12 @@ def averaged(tx: Any, decay: float) -> optax.GradientTransformation:
 
 
 def guarded(tx: Any, limit: float = float("inf"), halt: bool = False) -> Any:
-    """`tx` with a guard: a step whose gradients' norm is not finite, or above `limit`, or whose
-    loss is not finite (`value=`, as `layouts.step` gives it), changes neither parameters nor
-    `inner`, the state of `tx` in the guard's. With `halt` no step after it changes them either. The
-    guard's state has further `norm`, that of the last step's gradients, `bad`, whether that step
-    was bad, and `halted`, whether one was, with `halt`.
+    """An optax transformation, `tx` with a guard: a step whose gradients' norm is not finite, or
+    above `limit`, or whose loss is not finite, changes neither parameters nor `inner`, the state of
+    `tx` in the guard's. The loss is what the update gets as `value=`, as from `layouts.step`;
+    without one the norm alone is judged. With `halt` no step after a bad one changes them either.
+    The guard's state has further `norm`, that of the last step's gradients, `bad`, whether that
+    step was bad, and `halted`, whether one was, with `halt`.
     """
     tx = optax.with_extra_args_support(tx)
 

@@ -117,9 +117,7 @@ class Report:
             cut(file, first)
 
     def step(self, step: int, record: dict[str, Any], bad: bool) -> str:
-        """Write a step, with the seconds since the one before, and show it now and then; return its
-        text.
-        """
+        """Write a step, with the seconds since the last, show it now and then, return its text."""
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         self.loss, steps, speed = record["loss"], self._settings.steps, self._count / seconds

@@ -192,7 +192,7 @@ class Settings:
             raise ValueError(f"run: limit={self.limit}; expected a norm above 0.")
 
     def profiled(self) -> range:
-        """The range of the steps to trace; a ValueError where `profile` is no pair of steps."""
+        """The range of the steps to trace, empty for None; a ValueError if `profile` is no pair."""
         if self.profile is None:
             return range(0)
         first, _, last = self.profile.partition(":")
@@ -208,9 +208,11 @@ def flags(
 ) -> Settings:
     """The `Settings` of a command line, by the flags of `shardwise train`; the rest is `default`'s.
 
-    `argv` are the words of the command line, by default those of this process, `prog` the program's
-    name in its help. For a run that goes on (`--resume`) the rest is as it was saved, but for the
-    processes' addresses and the trace, which differ each time.
+    A field is `--name`, one of a group `--group.name`; a bool has `--no-name`, `--group.no-name`
+    too, and None is a word: `["--steps", "1000", "--layout.fsdp", "4", "--ema", "None"]`. `argv`
+    are these words, by default this process's, `prog` the program's name in its help. For a run
+    that goes on (`--resume`) the rest is as it was saved, but for the processes' addresses and the
+    trace, which differ each time.
 
     Raises:
       SystemExit: a flag that is unknown or cannot be read (status 2), or `--help` (0).

@@ -67,13 +67,17 @@ def train(
         rows say "mean", or return a `Mean`, since "sum" adds it up once for each part.
 
     Returns:
-      A `Result`, with the arrays laid out as in the run.
+      A `Result`, with the arrays laid out as in the run. Metrics are in its folder, a line of JSON
+      in metrics.jsonl for each step: "step", "loss", "gradient_norm", "seconds", "bytes" (of the
+      state on a device), "time", "rows" and "rows_per_second" ("tokens" and "tokens_per_second" of
+      a dict with "tokens"); with `flops` "mfu", without `tx` "learning_rate", and "bad" of a bad
+      one. "stop" is taken too.
 
     Raises:
       FileExistsError: the folder has a run, and `settings.resume` is false.
       RuntimeError: another program's run is under way there.
-      ValueError: settings or facts differ from the saved ones; metrics are damaged; aux has a name
-        that the metrics use; `settings.batch` does not split over devices and microbatches.
+      ValueError: settings or facts differ from the saved ones; metrics are damaged; aux has one of
+        their names; `settings.batch` does not split over devices and microbatches.
       TypeError: `batches` or `loss` are not of the kinds above.
       BadStep: a bad step, where `settings.bad` says stop; the state before it is saved.
       Exception: what `shardwise.layouts` and `shardwise.checkpoint` raise.

@@ -58,7 +58,7 @@ def kimi_k2(stages: int, devices: int, microbatches: int) -> Schedule:
 def zb_h1(stages: int, devices: int, microbatches: int) -> Schedule:
     """ZB-H1, which is 1F1B with backwards split and weights last (Qi et al., 2024, Zero Bubble).
 
-    It takes p microbatches or more, of p stages. Each has a peak of p, and gaps of at most
+    It takes p microbatches or more, of p stages. Each device has a peak of p, and gaps of at most
     (p-1)(F+I-W) between its first task and its last, as long as W costs no more than F.
     """
     return _zero_bubble("zb_h1", stages, devices, microbatches, lambda after: after + 1)
@@ -67,9 +67,8 @@ def zb_h1(stages: int, devices: int, microbatches: int) -> Schedule:
 def zb_h2(stages: int, devices: int, microbatches: int) -> Schedule:
     """ZB-H2, which is ZB-H1 with more warm-up (Qi et al., 2024): no gaps if all kinds cost alike.
 
-    It takes p microbatches or more, of p stages. Each has a peak of 2p-1, and gaps of at most
-    (p-1)(F+I-2W) between its first task and its last, from 2p-1 microbatches on, as long as W costs
-    no more than F.
+    It takes p microbatches or more, of p stages. Each device has a peak of 2p-1, and gaps up to
+    (p-1)(F+I-2W) between its first task and its last, from 2p-1 microbatches on, if W is at most F.
     """
     return _zero_bubble("zb_h2", stages, devices, microbatches, lambda after: 2 * after + 1)
 

@@ -1,6 +1,4 @@
-"""`python -m shardwise.topology`: XLA's compiler for GPUs, installed beside this JAX, by pip, whose
-options further words are.
-"""
+"""Installs XLA's compiler for GPUs beside this JAX, by pip, whose options further words are."""
 
 import subprocess
 import sys

@@ -63,9 +63,7 @@ class Compiled:
 
     @property
     def hbm_bytes(self) -> int | None:
-        """The bytes that the compiler counts against `usable_hbm`; None if its report does not say
-        them, as libtpu 0.0.23's.
-        """
+        """The bytes that the compiler counts against `usable_hbm`; None if it reports none."""
         return total(self.report)
 
     def as_text(self) -> str:
@@ -107,7 +105,8 @@ def compile(
     Raises:
       DoesNotFit: the program needs more memory than a device has.
       ValueError: the program was lowered for another mesh.
-      ImportError: the compiler is not installed, or does not exist for this platform.
+      ImportError: the compiler is not installed (for TPUs `pip install 'shardwise[tpu]'`, for GPUs
+        `python -m shardwise.topology`), or does not exist here, as on all but Linux on x86_64.
       RuntimeError: the compiler fails in another way.
     """
     module = program_text(lowered)

@@ -42,9 +42,7 @@ def command() -> list[str]:
 
 
 def find() -> tuple[Path, str]:
-    """(the library, the package and its version) for this jaxlib: from `folder()`, or JAX's own
-    where GPUs are; or an ImportError.
-    """
+    """(library, package and version) for this jaxlib: in `folder()`, JAX's, or an ImportError."""
     for found in (*importlib.metadata.distributions(path=[str(folder())]), *_installed()):
         name, version = found.metadata["Name"].replace("_", "-"), found.version
         module = name.replace("jax-", "jax_plugins/xla_").removesuffix("-pjrt")

@@ -23,7 +23,9 @@ _SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 @dataclasses.dataclass(frozen=True)
 class Chips:
-    """Chips of a `kind` in `slices`, or nodes of GPUs; `shape` counts a slice's chips, no cores."""
+    """Chips of a `kind` in `slices`, or nodes of GPUs; `shape` counts a slice's chips, no cores, or
+    the GPUs of a node: `chips("h100:16x8")` is `Chips("h100", (8,), 16)`.
+    """
 
     kind: str
     shape: tuple[int, ...]
@@ -107,9 +109,11 @@ class ChipMesh:
     def lower(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """A jitted function, lowered for these chips with abstract arguments; nothing is allocated.
 
-        `fn` is made by `jax.jit` or `rules.jit`, with shardings of `abstract`. Arguments are shapes
-        (`jax.ShapeDtypeStruct`), at least one with a sharding; the compiler lays out the others.
-        Whether a loss may be divided is not judged: `objective.check` does that, on any device.
+        `fn` is made by `jax.jit`, or by `rules.jit`, whose mesh is `abstract`:
+        `mesh.lower(rules.jit(f, mesh.abstract, in_rules=rule), *shapes)`. Arguments are shapes
+        (`jax.ShapeDtypeStruct`). One at least has a sharding over `abstract`, of its own or by what
+        jitted `fn`; the compiler lays out the others. Whether a loss may be divided is not judged:
+        `objective.check` does that, on any device.
 
         Raises:
           TypeError: `fn` is not jitted.
@@ -153,6 +157,9 @@ def to_host(jaxpr: Any) -> bool:
 def chips(name: str, slices: int = 1) -> Chips:
     """The `Chips` of a name: "v5p:4x4x8" is 128 TPUs (which Google calls v5p-256, by cores), and
     "h100:16x8" 16 nodes of 8 GPUs; "h100:4" is four GPUs of one node.
+
+    Kinds are v5e and v6e, in a torus of two axes; v4, v5p and tpu7x, of three; a100, h100, h200 and
+    b200, 8 of a node at most; gb200, 72. The first two sizes of a torus are even.
 
     Raises:
       ValueError: a kind that `CHIPS` lacks; a shape that its torus does not have, or more GPUs of a

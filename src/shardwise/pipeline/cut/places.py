@@ -17,8 +17,7 @@ MARK = "shardwise stage boundary "
 def trace(function: Callable, params: Any, data: Any) -> tuple:
     """(`function(params, data)` with its marks, what it returns); calls of `jax.jit` are inlined.
 
-    A mark within a scan, a remat or another inner function, where the program cannot be cut, is a
-    ValueError.
+    A mark within a scan, a remat or another inner function, which cannot be cut, is a ValueError.
     """
     with marks.bind(stage_boundary=mark):
         program, out = traced(function, CALLS, params, data)

@@ -141,9 +141,7 @@ def work(command: Sequence[str], requeue: bool, gpus: int) -> int:
 
 
 def own_gpus(count: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """{name: value} that tells JAX which of a node's GPUs are the task's own; by itself, it takes
-    one for each task.
-    """
+    """{name: value} that tells JAX which GPUs are the task's own; by itself, it takes one."""
     if not count:
         return {}
     first = count * int(environment["SLURM_LOCALID"])
