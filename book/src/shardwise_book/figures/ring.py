@@ -14,9 +14,9 @@ Pairs = Sequence[Sequence[tuple[int, int]]]  # of each step, (from, to)
 Runs = Mapping[str, Mapping[int, tuple[ArrayLike, Pairs]]]
 PAYLOAD = 840_000  # bytes of all blocks together: a multiple of every n up to 8
 _RADIUS = 46  # of a device's circle; the ring's own is 152 around (200, 200)
-_KEY = """<p style="margin: .9rem 0 0; font-size: .88em">A bar is a block. Where blocks are added
-up, its colour says which, its height and number how many devices have contributed; elsewhere,
-colour and number say whose it is. Bold frames have just arrived.</p>"""
+_KEY = """<p style="margin: .9rem 0 0; font-size: .88em">A bar is a block. In an all-gather its
+colour and number say whose it is. In the others its colour says which block it is, its height and
+number how many devices have contributed. Bold frames have just arrived.</p>"""
 
 
 class Recorded(NamedTuple):
