@@ -99,7 +99,8 @@ def test_where_the_compiler_is_missing_one_command_installs_it(monkeypatch, tmp_
     with pytest.raises(ImportError, match=r"no CUDA\. Install it .* -m shardwise\.topology$"):
         gpu.find()
     jaxlib = importlib.metadata.version("jaxlib")
-    assert gpu.command()[-2:] == [str(tmp_path), f"jax-cuda12-pjrt=={jaxlib}"]
+    packages = f"jax-cuda12-pjrt=={jaxlib}", "nvidia-cuda-nvcc-cu12"
+    assert gpu.command()[-3:] == [str(tmp_path), *packages]
     monkeypatch.setattr(gpu.platform, "machine", lambda: "aarch64")
     with pytest.raises(ImportError, match="does not exist for linux on aarch64"):
         gpu.find()

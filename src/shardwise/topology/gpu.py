@@ -15,6 +15,7 @@ import jaxlib
 from shardwise.topology.chip import Chip
 
 _PACKAGES = ("jax-cuda12-pjrt", "jax-cuda13-pjrt")
+_ASSEMBLER = "nvidia-cuda-nvcc-cu12"  # what XLA takes of CUDA to compile, where there is none
 # What all GPUs since A100 share, as XLA describes them.
 _ALIKE = dict(
     threads_per_block_limit=1024,
@@ -37,8 +38,8 @@ def folder() -> Path:
 
 def command() -> list[str]:
     """The command of pip that installs it, as words; `python -m shardwise.topology` runs it."""
-    package = f"{_PACKAGES[0]}=={jaxlib.__version__}"
-    return [sys.executable, *"-m pip install --no-deps --target".split(), str(folder()), package]
+    packages = f"{_PACKAGES[0]}=={jaxlib.__version__}", _ASSEMBLER
+    return [sys.executable, *"-m pip install --no-deps --target".split(), str(folder()), *packages]
 
 
 def find() -> tuple[Path, str]:
