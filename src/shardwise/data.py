@@ -122,7 +122,7 @@ def batches(
     """`Batches`, an endless, shuffled, deterministic iterator, whose position can be saved.
 
     Every document is cut into windows of `seq_len` predictions; its last window is padded. One
-    batch is a dict of arrays [batch / process_count, seq_len]:
+    batch is a dict of NumPy arrays [batch / process_count, seq_len]:
       tokens:  int32, the bytes to predict from;
       targets: int32, the byte that follows each of them;
       mask:    float32, 1 where the target is real and 0 on padding.
@@ -136,6 +136,7 @@ def batches(
 
     Raises:
       ValueError: sizes below 1, a batch that processes do not divide, no such split or process.
+      FileNotFoundError: as `corpus`.
     """
     whole = min(batch, seq_len, process_count) >= 1 and batch % process_count == 0
     if not whole or not 0 <= process_index < process_count:

@@ -47,7 +47,9 @@ class Config:
     #: The function of experts' scores, "softmax" or "sigmoid". Those of a token's experts, if there
     #: are several, are divided by their sum.
     router: str = "softmax"
-    router_bias: bool = False  #: Whether a bias is added to scores to choose experts, only there.
+    #: Whether a bias is added to scores to choose experts, only there. It has no gradient: after a
+    #: step call `experts.rebalanced`, by the "loads" of `model.routed_loss`.
+    router_bias: bool = False
     stages: int = 1  #: Stages of a pipeline, with `marks.stage_boundary` between their layers.
     dropout: float = 0.0  #: Probability, below 1, that an entry of a sublayer's output is dropped.
     dtype: jnp.dtype = jnp.float32  #: Of activations, and of weights where they are used.

@@ -104,7 +104,10 @@ def layer(body: Callable) -> Callable:
 def stage_boundary(x: Any) -> Any:
     """`x`, a pytree, where one pipeline stage ends and the next begins: k marks make k+1 stages.
 
-    It has all that is handed on, and stands in no loop: each stage has a scan of its own.
+    What is computed from `x` is the next stage's. Its arrays, one at least, may have any shapes, of
+    their own at each mark. Parameters and batch may be read in every stage, and what else a later
+    stage reads of an earlier one travels with `x`. A mark in a loop is a ValueError of the
+    pipeline: each stage has a scan of its own.
     """
     return _meaning("stage_boundary")(x)
 
@@ -254,16 +257,17 @@ _KERNELS = re.compile(r".*\bkernels((?: \w+=\d+)+)")
 
 
 def turns(times: int | Sequence[int], of: int = 1) -> AbstractContextManager:
-    """The context of a loop whose body runs `times` in all, when the loop is run `of` times.
+    """The context of a loop that a program enters `of` times, with `times` runs of its body in all.
 
     Programs do not tell the trips of a loop that depend on data, and `measure` reads them here: one
-    number, or one for each device. A task of a pipeline of 22 ticks may run 8 times on the first
-    device, and never on the second:
+    number, or one for each device along the mesh axis where they differ. A task of a pipeline of 22
+    ticks may run 8 times on the devices of the first stage, and never on those of the second:
 
         with marks.turns([8, 0], of=22):
             carry = jax.lax.fori_loop(0, is_now.astype(int), body, carry)
 
-    All scopes of a program have devices in one order; `measure` counts for the one that does most.
+    All sequences of a program have one length (or `measure` raises a ValueError) and devices in one
+    order; `measure` counts for the one that does most.
     """
     each = [times] if isinstance(times, int) else times
     return jax.named_scope(f"turns {','.join(str(int(n)) for n in each)} of {of}")

@@ -290,13 +290,14 @@ def routed_loss(
 ) -> tuple[objective.Mean, dict[str, jax.Array]]:
     """(mean, aux) of a decoder with experts: `loss`, with a penalty in its total, and counts.
 
-    The mean, total / count, is the cross-entropy plus `balance` times the sum over layers of n·Σ
-    f·P, 1 for even routing (`experts.penalty`); `over`, "batch" or "rows", is what that averages
-    over. Balancing by a bias needs none: balance=0. `aux` has sums over real tokens, so that those
-    of the parts of a batch add up: "loads" [layers, experts], the choices of each expert; "dropped"
-    [layers], choices without a slot; "nats", the total without the penalty.
+    The mean, total / count, is the cross-entropy plus `balance` times the sum, over the L layers
+    with experts (all but `dense_layers`), of n·Σ f·P, 1 for even routing (`experts.penalty`);
+    `over`, "batch" or "rows", is what that averages over. With a bias take balance=0.
+    `aux` has sums over real tokens, which add up over parts of a batch: "loads" [L, experts], the
+    choices of each expert; "dropped" [L], choices without a slot; "nats", the total before balance.
 
     Raises:
+      AttributeError: the decoder has no experts.
       ValueError: `over` is neither; what `loss` raises.
     """
     mask, (decoder, tokens, places) = batch["mask"], _read(params, batch, graphdef)

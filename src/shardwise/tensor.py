@@ -29,8 +29,7 @@ def table(axis: Axes) -> dict[str, Axes]:
     """The table from the logical axes of a decoder to the mesh axis that cuts them, or to None.
 
     Cut are "vocab", "heads", "kv_heads" and "mlp"; "embed" and "head_dim" stay whole: one product's
-    output is cut, the next one contracts it. Other axes of a model are added:
-    `table(axis) | {...}`.
+    output is cut, the next one contracts it. Add other axes of a model: `table(axis) | {...}`.
     """
     return {**dict.fromkeys(_CUT, axis), **dict.fromkeys(_WHOLE)}
 
@@ -123,10 +122,10 @@ def collectives(
 
     With `sequence` a sum of an activation becomes a gather and a scatter, and the gradients of the
     norms' scales are summed: `scales` bytes, by default those of two float32 scales in each layer
-    and one last. There rematerialised layers gather once more what enters their products, and so
-    does the head (`gathers_again`, which without `sequence` does nothing). A layer may scatter, or
-    without `sequence` sum, once more what leaves attention (`sums_again`). Nothing needs what
-    leaves the MLP.
+    and one last. Set `gathers_again` if layers are rematerialised: with `sequence` they, and the
+    head, then gather once more what enters their products. Set `sums_again` too if the policy keeps
+    no products (`nothing_saveable`): what leaves attention is then scattered, or without `sequence`
+    summed, once more. Nothing needs what leaves the MLP.
     """
     blocks, activation, dtype = 1 + mlp, (rows, length, embed), DTYPES[itemsize]
     again = {"all-reduce": sums_again}

@@ -59,7 +59,11 @@ def _check(who, optimizer):
 def optimizer(
     peak: float = 3e-3, steps: int = 300, warmup: int = 20
 ) -> optax.GradientTransformation:
-    """An optax transformation: AdamW, clipping at 1, linear warm-up, a cosine to 0 at `steps`."""
+    """An optax transformation: AdamW with weight decay 0.1, clipping at a global norm of 1.
+
+    The learning rate grows linearly from 0 to `peak` over `warmup` steps, then falls by a cosine to
+    0 at step `steps`, counted from the first. All else is as optax has it by default.
+    """
     cosine = "warmup_cosine_decay_schedule"
     return Optimizer(schedule=cosine, peak=peak, warmup=warmup, decay=steps).transformation()
 

@@ -28,7 +28,9 @@ def latest(directory: str | os.PathLike) -> int | None:
 
 
 def stored(directory: str | os.PathLike, step: int, item: str) -> dict[str, Chunks]:
-    """A dict from paths to the `Chunks` of one item's arrays, by its index in a local directory."""
+    """A dict from paths, as in `tree.leaves`, to the `Chunks` of one item's arrays in a local
+    directory; a FileNotFoundError where there is no such item of arrays, and on a bucket.
+    """
     folder = Path(address(directory), str(step), item)
     metadata = ocp.PyTreeCheckpointHandler().metadata(folder).tree
     return chunks.chunks_of(metadata, chunks.places(folder))

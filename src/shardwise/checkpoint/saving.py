@@ -34,9 +34,10 @@ def save(
 ) -> None:
     """Start saving `state` as `step`, and return once it is safe to change or donate its arrays.
 
-    `state` is a dict of items: pytrees of arrays (typed PRNG keys included), or plain data without
-    arrays, such as the position of a data iterator. Devices write their own shards. An item without
-    leaves (the state of plain SGD) is not written.
+    `state` is a dict of items: pytrees of arrays (typed PRNG keys included) and Python numbers, or
+    plain data without arrays, such as the position of a data iterator. Plain data comes back as it
+    is: None, bools, numbers, strings, lists, and dicts whose keys are strings, or bytes alone.
+    Devices write their own shards. An item without leaves (the state of plain SGD) is not written.
 
     A thread writes; `wait` waits for it, and so does the end of the program, whose status is 1 if
     that fails (on Python 3.12.0 and 3.12.1, which start no threads by then, call `wait`). The step
@@ -50,12 +51,11 @@ def save(
     chunks or more), then along axes that devices cut, then along others.
 
     All processes call this together. Every save compares their steps, plain data, and the arrays'
-    shapes, dtypes and shardings; the first one also the values of NumPy arrays, and of arrays that
-    are whole on every device.
+    shapes, dtypes and shardings; the first also the values of NumPy arrays and of whole ones.
 
     Raises:
-      ValueError: `step` is not newer than the newest there, the state cannot be saved, a process
-        would save an array that it alone has, or processes differ.
+      ValueError: `step` is not newer than the newest there; an item is of neither kind (a tuple, a
+        string beside arrays); a process would save an array that it alone has; processes differ.
       RuntimeError: another program saves there.
       Exception: what went wrong while writing the step before.
     """
@@ -88,8 +88,7 @@ def save(
 
 
 def wait(directory: str | os.PathLike | None = None) -> None:
-    """Block until what this process saves (there, or anywhere) is complete on disk, and let other
-    programs save there.
+    """Block until what this process saves (there, or anywhere) is on disk; let others save there.
 
     Raises:
       Exception: what went wrong while writing; an ExceptionGroup, if more than one save did.

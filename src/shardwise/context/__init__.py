@@ -12,8 +12,9 @@ device, and differ in what they send, keep and allow:
     ulysses(axis)     tokens are exchanged for heads, and back
 
 `axis` is one mesh axis, or several as one. `form.bytes_sent(n, q, k, v)` has the bytes that
-one of n devices sends in a layer's attention, as `.forward` and `.backward`; q, k and v (by default
-like k) are of the whole sequence, and may be shapes. With remat the forward bytes are sent twice.
+one of n devices sends in a layer's attention, as `.forward` and `.backward`. There q, k and v (by
+default like k) are arrays or `jax.ShapeDtypeStruct`s [b, S, heads, d], of the whole sequence S, in
+the b rows that these devices share. `apart` counts. With remat the forward bytes are sent twice.
 
 Where a device sees whole sequences, as without a context axis or by ulysses, a kernel may compute
 attention: `layouts.Layout(kernel=...)`. `tiled` keeps no scores on any device, and `splash()`, for

@@ -245,7 +245,7 @@ class Ulysses:
     """Attention to the whole sequence by an n-th of the heads, with all-to-alls before and after.
 
     A meaning of `marks.attend` inside a shard_map that is manual over `axis` (Jacobs et al., 2023).
-    `local`, another one, is what a device computes for its heads. `copies` is how often each kv
+    `local` is the meaning by which a device computes its heads. `copies` is how often each kv
     head is repeated first, where there are fewer than devices: n has to divide kv_heads · copies,
     and `copies` the query heads of a kv head.
 

@@ -21,8 +21,7 @@ class Splash:
     `places.index` is another yields NaN. `interpret` runs it on any device, slowly, for tests.
 
     Raises:
-      ValueError: at the call, another mask than `marks.causal`, or a sequence that no multiple of
-        128 divides.
+      ValueError: at the call, a mask but `marks.causal`, or a sequence that 128 does not divide.
       NotImplementedError: JAX 0.7's, when lowered for TPUs in stages beside tensor.
     """
 

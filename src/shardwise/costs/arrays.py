@@ -20,7 +20,7 @@ ORDER = ("stage", "data", "fsdp", "expert", "context", "tensor")
 class Roles:
     """The number of devices of each role of a layout; these multiply to that of all devices.
 
-    `mesh.make(**roles.axes)` is their mesh, with an axis named after each role, and the layout is
+    `grid = mesh.make(**roles.axes)` is their mesh, with an axis named after each role. A layout is
     `layouts.Layout(grid, fsdp="fsdp", ...)`, with each axis of `roles.axes` for its role, with
     `microbatches`, `sequence=True` with tensor, `attention="zigzag"` with context. For a decoder,
     `plan.text` has that of the best in full, as "code". `stage` and `loss_chunks` go into

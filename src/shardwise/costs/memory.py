@@ -1,8 +1,7 @@
 """The memory of a device: parameters and state exactly, and by a formula what a step needs too.
 
 What a step needs besides is a sum of terms in bytes, each times how many copies of it the compiler
-keeps. A device is fullest at the loss, or in the backward pass of a layer, or, with stages, in a
-task: the fullest counts.
+keeps. The fullest time counts: the loss, a layer's backward pass or, with stages, a task.
 """
 
 import collections
@@ -40,7 +39,8 @@ class Terms(NamedTuple):
     latent attention alone: `heads`, q, k, v and output of all heads, filled up to whole lanes.
 
     Of stages: `pending`, what the half of a backward that the stage before waits for leaves to the
-    half that yields the weights' gradients, and `task`, what a task puts into its slot.
+    half that yields the weights' gradients. A task is a forward, a backward or half of one, of one
+    microbatch on one stage; `task` is the most that one leaves for a later one of its device.
     """
 
     gradients: float = 0.0
@@ -171,8 +171,7 @@ def _terms(part, parameters, gpu):
 def _terms_of_stages(part, gpu):
     """`weights` has what is in no layer, gathered over stages for the step. `kept` are slots: one
     for each stage, with what a forward task keeps, without remat the gathered weights too; one for
-    what the last stage's end leaves, float32 logits and its norm; and an activation and a cotangent
-    that have arrived.
+    what the last stage's end leaves, float32 logits and its norm; arrived activation and cotangent.
     """
     c, r, used = part.config, part.roles, part.itemsize
     weights, head = _weights(part)

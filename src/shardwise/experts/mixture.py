@@ -15,7 +15,7 @@ from shardwise.layers import Config, Linear
 
 
 class Routing(NamedTuple):
-    """The decisions of a layer's router; of a decoder, with a leading axis of layers.
+    """The decisions of a layer's router; of a decoder, with a leading axis of layers with experts.
 
     Fields:
       probabilities: float32 [b, s, n], scores that add up to 1, for a loss that balances experts.
@@ -104,12 +104,13 @@ def loads(chosen: jax.Array, mask: jax.Array, experts: int) -> jax.Array:
 def penalty(
     chosen: jax.Array, probabilities: jax.Array, mask: jax.Array, over: str = "batch"
 ) -> jax.Array:
-    """The balance loss of n experts as a sum over real tokens; divided by their number, n·Σ f·P.
+    """The balance loss of n experts, n·Σ f·P (1 for even routing), times the number of real tokens.
 
     f is the share of all choices that an expert has, P its mean probability (Fedus et al., 2021,
     Switch), over all real tokens of the "batch", or of each of its "rows" (DeepSeek-AI, 2024, a
-    complementary loss), averaged over rows by their tokens. Even routing gives 1. chosen [..., b,
-    s, k], probabilities [..., b, s, n], mask [b, s]; it is summed over leading axes, of layers.
+    complementary loss), averaged over rows by their tokens. chosen [..., b, s, k], probabilities
+    [..., b, s, n], mask [b, s]; it is summed over leading axes, of layers. Add this scalar to the
+    total of a `Mean` that counts real tokens. Of a part of a batch it has the part's tokens alone.
 
     Raises:
       ValueError: another `over`; "batch" in several microbatches, none of which sees the others.

@@ -131,8 +131,7 @@ def looked_at(
 ) -> Callable:
     """`run`, before which `look` sees the arguments, once for each kind of what `of` takes of them.
 
-    Kinds are told by structure and by `kind(x)` of each array. Within a trace of the caller's
-    nothing is looked at.
+    Kinds are told by structure and `kind(x)` of each array. A caller's trace is not looked at.
     """
     known = set()
 

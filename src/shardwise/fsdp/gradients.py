@@ -41,9 +41,9 @@ def value_and_grad(
 
     The loss is written for one device. `loss`, `has_aux`, `aux` and `microbatches` are as in
     `objective.value_and_grad`, except that the rows of an aux joined by "concatenate" stay cut.
-    `params` lie as `rule` says (`rules.place(params, rule, mesh)`), and so does the gradient. The
-    function itself cuts the rows of the whole `batch`, however it lies, over `replicate` and the
-    rule's axis. `args` are the same on every device.
+    `params` lie as `rule` says (`rules.place(params, rule, mesh)`), and so does the gradient, in
+    their dtypes. The function itself cuts the rows of the whole `batch`, however it lies, over
+    `replicate` and the rule's axis. `args` are the same on every device.
 
     A stacked array, one that the rule takes for layers along axis 0 (`rules.FSDPRule`: by `stacked`
     or by the logical axes it carries; without both none is), is gathered at `marks.use`, one layer
@@ -54,19 +54,18 @@ def value_and_grad(
     gathered at `use` too if all its readers call it, and else before the loss; the compiler makes
     the same of both, unless a layer is rematerialised.
 
-    Other axes of the mesh are left to the compiler: parameters may be laid out over them
-    (the rule's `over=`), and activations, by the loss itself or by a meaning of `marks.constrain`.
+    Other axes of the mesh are left to the compiler. Over each one of two devices or more some
+    parameter is laid out (the rule's `over=`), or some activation, by a constraint in the loss or a
+    meaning of `marks.constrain`.
 
     The function is jitted; within another jit it takes parameters to lie as `rule` says.
 
     Args:
-      rule: how parameters are cut; or only the mesh axis, or several as one, along which they are
-        cut as `fsdp.rule` says.
+      rule: how parameters are cut; or only a mesh axis, or several as one, to cut by `fsdp.rule`.
       apart: a rule, as `rules` has them, for axes of arrays that are never gathered, as those of
         experts: each device uses its part. It cuts them over mesh axes of `rule`, `replicate` or
         `columns`, and `rule` cuts them so too, as by `fsdp.rule(over=apart)`; default none.
-      replicate: mesh axes over which the shards are copied (hybrid sharding); gradients are summed
-        over them too.
+      replicate: mesh axes over which shards are copied (hybrid sharding), and gradients summed too.
       columns: mesh axes over which the sequence is cut, axis 1 of each array of the batch that has
         two or more. Tokens then see each other in `marks.attend` alone, by a meaning that knows
         these axes; the loss has to return an `objective.Mean`.
@@ -82,11 +81,10 @@ def value_and_grad(
 
     Raises, when called:
       ValueError: an axis that the mesh lacks, parameters that lie otherwise, rows or a sequence
-        that do not divide, a stacked array that is read outside `use`, a further mesh axis that
-        nothing uses; with several microbatches, a count that depends on the parameters.
+        that do not divide, a stacked array that is read outside `use`, a further mesh axis over
+        which nothing is laid out; with several microbatches, a count that depends on parameters.
       Indivisible: `columns`, and a loss that returns one scalar (a ValueError).
-      TypeError: a parameter that has no gradient, as integers have none; a loss that returns
-        neither a Mean nor a scalar.
+      TypeError: a parameter that has no gradient, as integers; a loss that is no Mean or scalar.
     """
     given, mesh = mesh, meshes.auto(mesh)
     rule = rule if isinstance(rule, rules.FSDPRule) else rule_along(rule)

@@ -10,8 +10,9 @@ A `Layout` gives the axes of a mesh their roles, and roles combine:
     layouts.whole(layout, params)                               # as one device has them
 
 The loss knows of no layout. Every combination has one device's loss and gradients; they differ in
-what a device holds, and in what it sends. `LAYOUTS` has many by name, as functions of the number of
-devices, such as `LAYOUTS["fsdp, tensor"](8)`.
+what a device holds, and in what it sends. `LAYOUTS` is a dict of many, from a name (`list(LAYOUTS)`
+has them all) to a function of a number of devices: `LAYOUTS["fsdp, tensor"](8)` is a `Layout` over
+the first 8.
 """
 
 from shardwise.layouts.catalogue import LAYOUTS

@@ -31,9 +31,8 @@ class Layout:
       data: rows are cut, parameters are whole; gradients are summed.
       fsdp: rows are cut, and so is each parameter of `min_size` elements or more, which is gathered
         where it is used (Rajbhandari et al., 2020).
-      tensor: matrices are cut along the logical axes in `cut` that they carry (as for
-        `rules.LogicalRules`) or by `over`, and so are their products, always by the compiler
-        (Shoeybi et al., 2019).
+      tensor: matrices are cut along logical axes in `cut` that they carry (`rules.LogicalRules`)
+        or by `over`, and so are their products, always by the compiler (Shoeybi et al., 2019).
       expert: rows are cut, and the logical axis "experts": tokens travel (`shardwise.experts`). It
         may be an axis of `data` or `fsdp` too; along one of its own, other parameters are whole.
       context: the sequence is cut, axis 1 of each array of the batch that has two or more; tokens
@@ -52,8 +51,7 @@ class Layout:
         whole, which `predict` tells; "error" refuses it.
       stacked: a predicate on paths, strings such as "blocks/q/kernel" (`tree.leaves`), true for
         arrays whose leading axis is one of layers: `fsdp` never cuts that axis, and by hand gathers
-        one layer at a time. By default those with one axis more than the logical axes that they
-        carry.
+        one layer at a time. By default those with one axis more than they carry logical axes.
       cut: the logical axes that `tensor` cuts.
       over: a rule for the tensor axis instead, which trees without logical axes need, such as
         `rules.PathRules`, one PartitionSpec, or a function of (params, mesh) to a tree of specs.
@@ -71,9 +69,8 @@ class Layout:
       microbatches, dtype, reduce_dtype: as in `fsdp.value_and_grad`.
       remat: a policy of `jax.checkpoint_policies` for the layers that the loss marks by
         `marks.layer`; None, the default, leaves them as they are. What enters a layer, its first
-        argument, has the name "layer_input" there. Without stages a policy may offload,
-        from "device" to "pinned_host": `layouts.offload` offloads that name, and computes all else
-        again.
+        argument, has the name "layer_input" there. Without stages a policy may offload, from
+        "device" to "pinned_host": `layouts.offload` does so to that name, recomputing all else.
       exact: the number of blocks that a batch's rows are cut into, a power of two and a multiple of
         the number of devices; 0 for none. Losses, gradients, parameters and optimizer state then
         are the same bits on every mesh, under every role and setting, on one kind of chip and
@@ -81,11 +78,12 @@ class Layout:
         stand within the caller's jit.
 
     Raises:
-      ValueError: an axis without a role, with two, or that the mesh lacks; no such value of a
-        setting; `sequence` without `tensor`; `reduce_dtype` with `exact`, or where no rows or
-        sequence are cut by hand; `kernel` with `context`, but for "ulysses" by hand, or with
-        `stage` and rows that the compiler cuts; `by="compiler"` with "striped" or "zigzag" over
-        `context`, or with `stage` beside two roles (`data` counts beside `fsdp` or `tensor` alone).
+      ValueError: an axis without a role, with two (but `expert` and `data` or `fsdp`), or that the
+        mesh lacks; no such value of a setting; `sequence` without `tensor`; `reduce_dtype` with
+        `exact`, or where no rows or sequence are cut by hand; `kernel` with `context`, but for
+        "ulysses" by hand, or with `stage` and rows that the compiler cuts; `by="compiler"` with
+        "striped" or "zigzag" over `context`, or with `stage` beside more than one other role (of
+        two devices or more), but for `data` with `expert` and `data` with `context`.
     """
 
     mesh: Mesh
@@ -136,7 +134,7 @@ class Layout:
 
     @property
     def by_hand(self) -> bool:
-        """Whether collectives are written out, as `by` says, where an axis cuts the batch."""
+        """Whether `by` is "hand", and data, fsdp, expert or context has a mesh axis."""
         return self.by == "hand" and bool(self.divided)
 
     @property

@@ -57,7 +57,8 @@ def predict(
     gradients, attention, by the parameters' logical axes heads, kv_heads and head_dim. A mixture's
     dispatch depends on what a router chooses, and is left out (`experts.bytes_sent`). Along the
     tensor axis it is Megatron's formula (`tensor.bytes_sent`), with what rematerialised layers send
-    again. Left out is one gather, of what enters the head, that a loss in chunks
+    again; it takes the axis embed too, and a tree that lacks one of the four counts nothing there.
+    Left out is one gather, of what enters the head, that a loss in chunks
     (`model.Config.loss_chunks`) does again with `sequence`.
 
     By the compiler, `held` is exact, and `sent` what the layout asks for: the bytes of the same
@@ -71,8 +72,9 @@ def predict(
     task.
 
     Raises:
-      ValueError: stages, and no loss; context, and parameters without these logical axes; arrays
-        that do not divide, as `place` raises it; a loss that cannot be cut into stages.
+      ValueError: stages, and no loss; context, and no heads, kv_heads or head_dim; tensor, and
+        latent attention, or neither `over` nor a logical axis that it cuts; arrays that do not
+        divide, as `place` raises it; a loss that cannot be cut into stages.
     """
     again = (layout.remat is not None) if remat is None else remat
     # What a compiler is asked for, the same layout by hand would send.

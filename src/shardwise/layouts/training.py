@@ -91,7 +91,9 @@ def value_and_grad(
     `marks.attend` for context by hand, `marks.stage_boundary` for stages. What it returns, and
     `has_aux`, `aux` and keys: see `shardwise.objective`. `batch` is a tree of the arrays of all
     rows, which the function cuts: NumPy's (of several processes the same in each), or JAX's,
-    committed to no device or in any layout over the mesh's.
+    committed to no device or in any layout over the mesh's. So may `params` be, but if the layout
+    is `by_hand` and not exact they lie as `init` or `place` returns them. The gradient always does,
+    in the parameters' dtypes.
 
     Where the layout divides batches, the first call with real arrays judges the loss, as
     `objective.check` does; `check=False` leaves that out. The function is jitted, except for an
@@ -100,8 +102,8 @@ def value_and_grad(
 
     Raises, when called:
       Indivisible: a loss that changes if its batch is divided (a ValueError).
-      ValueError: rows, or a sequence, that do not divide; what `fsdp.value_and_grad` and
-        `pipeline.value_and_grad` raise.
+      ValueError: rows, or a sequence, that do not divide; parameters that lie otherwise; what
+        `fsdp.value_and_grad` and `pipeline.value_and_grad` raise.
     """
     who = "layouts.value_and_grad"
     run = gradients.mean_and_grad(layout, loss, has_aux, aux, who)
@@ -117,7 +119,8 @@ def value(layout: Layout, loss: Callable, has_aux: bool = False, aux: Any = "sum
     """A function of `(params, batch, *args, key=None)`: the mean over the batch, or (mean, aux).
 
     It is for an evaluation: the backward pass is not computed, and the loss not judged. It is
-    jitted, except for an exact layout; arguments are as in `value_and_grad`.
+    jitted, except for an exact layout. Arguments are as in `value_and_grad`, but parameters may
+    always lie in any layout over the mesh's devices: the function moves them.
     """
     run = gradients.mean_and_grad(layout, loss, has_aux, aux, "layouts.value", backward=False)
 

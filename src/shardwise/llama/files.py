@@ -162,8 +162,10 @@ def save(
     Raises:
       FileExistsError: the folder has a model already.
       ImportError: safetensors is not installed.
-      ValueError: a decoder with experts; parameters that are not the config's; dtypes that differ
-        or that the format lacks; a field that the config decides; `shard_bytes` below 1.
+      ValueError: a decoder that is no Llama: with experts, latent attention, `value_dim`, biases, a
+        tied head or `qk_norm`, or with other `norms` or `activation` than by default; parameters
+        that are not the config's; dtypes that differ or that the format lacks; a field that the
+        config decides; `shard_bytes` below 1.
       OSError: what went wrong while writing, on process 0; a RuntimeError on the others.
     """
     folder, writes = Path(folder), jax.process_index() == 0

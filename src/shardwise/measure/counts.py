@@ -106,8 +106,7 @@ class Count(NamedTuple):
 
 class Collectives(Shown, dict[str, Count]):
     """A dict from the kinds of collectives in a program, such as "all-gather", to the `Count` of
-    each. It shows itself as a table; `.ops` has an `Op` for each instruction, in an order in which
-    they may run.
+    each, shown as a table. `.ops` has an `Op` of each instruction, in an order they may run in.
 
     A `Count` has `static`, the instructions in the program, and, for one device in all trips of
     loops, `dynamic`, the times that they run, `payload_bytes` and `ring_bytes`. The attributes of

@@ -68,7 +68,8 @@ def differences(lowered: Any, compiled: Any, also: Iterable[Op] = ()) -> Differe
     - "left over": none of these.
 
     `sum(d.written for d in found.values())` is what `lowered` and `also` send, and the same sum of
-    `d.compiled` what `compiled` sends, both for the device that sends the most in `lowered`.
+    `d.compiled` what `compiled` sends, both for the device that sends the most in `lowered`. Raises
+    what `collectives` does (nothing by hand is no error here), and nothing for unlike programs.
     """
     if isinstance(lowered, jax.stages.Lowered):
         lowered = hlo.lowered(lowered)  # read here, since nothing in it need be written by hand

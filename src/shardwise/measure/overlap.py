@@ -21,8 +21,7 @@ class Beside:
     Fields:
       op: the collective, an `Op`.
       times: how often it runs; the seconds below are those of one run.
-      lanes: the directions of links along which it sends, 1 in a node of GPUs, 0 between
-        slices or nodes.
+      lanes: the directions of links that it takes, 1 in a node of GPUs, 0 between slices or nodes.
       seconds: how long it takes; of several that share links at once, its part of their time.
       products: the names of the instructions that multiply between its start and its end.
       arithmetic: the seconds of these products at the chip's peak.
@@ -96,7 +95,7 @@ def overlap(program: Any, chip: Any) -> Overlap:
     link. Where places are not known, as in text, devices share no link, and a permute uses one.
 
     Raises:
-      TypeError: `program` is no compiled program.
+      TypeError: `program` is neither a compiled program nor its text.
       ValueError: it is not scheduled, as those for CPUs are not; what `collectives` raises.
     """
     # Innermost first: what is beside a collective of a loop is beside none around the loop.

@@ -81,8 +81,7 @@ def of_block(
 ) -> tuple:
     """(mean, gradients, aux) as the block of this `number` adds to the batch's, of this `count`.
 
-    Without `count` it is (the block's own count, None, ()). `rows` are its row numbers. Sums are in
-    `wide` dtypes.
+    Without `count` it is (the block's own, None, ()). `rows` are its row numbers. Sums are `wide`.
 
     Raises:
       ValueError: a count that depends on the parameters, or a sum over all blocks (`marks.total`).

@@ -49,7 +49,8 @@ def check(
     Args:
       aux: how the auxiliary outputs of parts become one, as in `value_and_grad`; those that are
         added up are compared. With None nobody reads them.
-      rows: the number of rows of a part, by default 4; half of the batch's if that is less.
+      rows: the number of rows of a part, by default 4; half of the batch's if that is less. Of the
+        batch the first 2·rows are looked at, no others.
       ways: how the batch is divided: "devices", into consecutive rows; "microbatches", into every
         other row; "sequence", into halves of the tokens, axis 1 of arrays that have two or more.
       gradient: whether gradients are compared too, by one number for each parameter, a weighted
@@ -57,7 +58,9 @@ def check(
         its own (custom_vjp): the mean tells nothing of that.
 
     Raises:
-      Indivisible: a number that differs, the likely reason, and what to do (a ValueError).
+      Indivisible: a number that differs by some 1e-5 of it (a gradient or aux by 1e-4; more in a
+        loss that takes no float32), and by more than noise of 1e-6 in parameters explains; with the
+        likely reason, and what to do (a ValueError).
       ValueError: fewer than two rows; a loss that is not finite, or is 0; an unknown way.
       TypeError: outputs that are no loss.
     """

@@ -68,14 +68,11 @@ class Traced:
 def trace(loss: Callable, params, batch, rows, args=(), key=None, has_aux=False) -> Traced:
     """`loss(params, batch, *args)`, and `key=` where one is given, traced for one part of several.
 
-    `rows` are the part's row numbers (`numbers` of the whole batch, divided as it is). All arrays
-    may be abstract.
+    `rows` are the part's row numbers (of `numbers`, divided as the batch). Arrays may be abstract.
 
     Raises:
-      TypeError: outputs that are no loss, an auxiliary output that is no array, or draws from a key
-        among `args`.
-      ValueError: draws of which some go by place and others by shape; one scalar, where the
-        sequence is cut.
+      TypeError: outputs that are no loss, aux that are no arrays, or draws from a key in `args`.
+      ValueError: draws some by place and some by shape; one scalar, where the sequence is cut.
     """
     bare = normal(loss, has_aux)
 

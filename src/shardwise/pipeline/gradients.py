@@ -66,12 +66,13 @@ def value_and_grad(
         for the k+1 stages of k marks, as many devices as `axis` has, and `microbatches`.
       specs: a function of the parameters to a list of PartitionSpecs, one for each leaf in the
         order of `jax.tree.leaves`: how parameters, and so gradients, lie over `axis` and `by_hand`.
-        By default every device has every parameter, and every gradient, whole.
+        One may cut any leaf over `axis`, along any axis that divides, whatever the schedule: parts
+        are brought to their stage. By default every device has all parameters and gradients whole.
 
     Raises, when called:
-      ValueError: an axis that the mesh lacks; rows that do not split; a schedule for other numbers
-        of stages, devices or microbatches; a mark where the loss cannot be cut; a count that
-        depends on parameters, with several microbatches.
+      ValueError: an axis that the mesh lacks; rows or specs that do not divide; a schedule for
+        other numbers of stages, devices or microbatches; a mark where the loss cannot be cut; a
+        count that depends on parameters, with several microbatches.
       TypeError: arguments that are no arrays, or parameters that have no gradient.
     """
     meshes.check_axes(who, mesh, (axis,))
@@ -118,8 +119,7 @@ class _Device:
 
     Its call, in a shard_map, leaves here what is known once the loss is traced: the `program`; the
     loss of several parts as `objective` has `traced` it, or None; the shapes of what it returns,
-    `mean` and `extra`, whose leaves are joined in these `ways`; whether each microbatch has a key
-    of its own (`folded`).
+    `mean` and `extra`, whose leaves are joined in these `ways`; whether keys are `folded`.
     """
 
     loss: Callable

@@ -116,7 +116,7 @@ class Check(NamedTuple):
     device, of stages of that which sends most. `lowered` are those of all collectives by hand;
     `sent` those of the compiled program, a dict by kind, as "all-gather"; `differences`, a
     `measure.differences.Differences`, tells what became of those by hand and of those expected
-    along tensor. Both are empty for what does not fit. It took so many `seconds`.
+    along tensor. These two are empty for what does not fit. `seconds` are those of the check.
     """
 
     candidate: Candidate

@@ -38,8 +38,7 @@ def own(
     The loss gets no key: `key=` needs a default. `batch` has all rows of a step; only its shapes
     and dtypes are used. Layouts are by hand, with ZeRO 3; `settings` are further ones of
     `layouts.Layout`: min_size, stacked, dtype, reduce_dtype, remat, kernel. No array of the model
-    is allocated, and no step is run. Not proposed are roles that need marks in the loss: tensor,
-    context, expert, stage.
+    is allocated, no step is run. Left out are roles with marks: tensor, context, expert, stage.
 
     Parameters, state (of what `tx` freezes there is none), and the bytes that the program asks to
     send (without sums of aux) are exact. What a step needs besides is an estimate, the sum of

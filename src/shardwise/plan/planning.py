@@ -152,8 +152,7 @@ def plan(
     optax itself. Layouts are by hand, with ZeRO 3, sequence parallelism beside tensor, zigzag over
     context and the schedule 1f1b. Attention never keeps its scores. Activations may wait on the
     host (offload) where layers are recomputed, without stages, if it is known how fast a chip
-    reaches its host (v4, v5e, v5p, v6e; how much memory a host of v4 has is not known); optimizer
-    state stays.
+    reaches its host (v4, v5e, v5p, v6e; how much a host of v4 holds is not known); state stays.
 
     Parameters and state are exact, and so is what is sent along axes by hand. What a step needs
     besides is estimated by a formula that was fitted to TPUs' compiler or to GPUs'; seconds are a

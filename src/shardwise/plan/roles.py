@@ -14,7 +14,7 @@ _CHUNKS = 8  # into which a row is cut for the loss
 
 
 class Refusal(NamedTuple):
-    """A layout that cannot be: its `roles`; why, in few words, `kind`, by numbers, `reason`."""
+    """A layout that cannot be: its `roles`; `kind` says why in few words, `reason` with numbers."""
 
     roles: Roles
     kind: str

@@ -45,12 +45,12 @@ class Step:
 
     @property
     def hidden(self) -> float:
-        """The seconds of transfers that nothing waits for."""
+        """The seconds of transfers that can run beside products: all but those in `waited`."""
         return sum(t.seconds for t in self.transfers if t.sent.kind not in WAITED)
 
     @property
     def waited(self) -> float:
-        """The seconds of transfers that products wait for, if the compiler interleaves none."""
+        """The seconds of "activations", "tokens" and "stages", as if no product ran beside them."""
         return sum(t.seconds for t in self.transfers if t.sent.kind in WAITED)
 
     @property

@@ -89,8 +89,7 @@ def _initialize(options):
 def together(who: str) -> Iterator[dict[str, Any]]:
     """Raise at the end of the block, in every process, if one raised in it or they differ.
 
-    The block fills the dict that it is given with what must be equal as text, {name: value}. Every
-    process has to come here.
+    The block fills its dict, {name: value}, with what has to be equal as text. All processes enter.
 
     Raises:
       RuntimeError: another process raised in the block.

@@ -173,17 +173,18 @@ class FSDPRule(Rule):
     """A rule that cuts each array of `min_size` elements or more along one of its axes, over mesh
     axis `axis`, which may be a tuple of mesh axes, together one.
 
-    It cuts the largest of the array's axes that this divides, of equally large ones the last; with
-    `pick="first"` the first, whose parts are contiguous, so that a collective by hand need not
-    transpose them. An axis of stacked layers is never cut: one named "layers" (`names` are as in
-    `LogicalRules`), or axis 0 of arrays for which `stacked(path)` is true. An array without names,
-    if `stacked` is None, may have layers along axis 0 where it has three axes or more: then axis 0
-    is cut only if no other axis divides, and only with `uneven="replicate"`. Axes that `over`,
-    another rule, has cut are left alone, as in `FSDPRule("fsdp", over=tensor)`.
+    It cuts the largest of the array's axes that this divides, of equally large ones the last. With
+    `pick="first"` it cuts the first that this divides, whatever its size: its parts are contiguous,
+    so that a collective by hand need not transpose them. An axis of stacked layers is never cut:
+    one named "layers" (`names` are as in `LogicalRules`), or axis 0 of arrays for which
+    `stacked(path)` is true. An array without names, if `stacked` is None, may have layers along
+    axis 0 where it has three axes or more: then axis 0 is cut only if no other axis divides, and
+    only with `uneven="replicate"`. Axes that `over`, another rule, has cut are left alone, as in
+    `FSDPRule("fsdp", over=tensor)`.
 
-    Raises, when called:
-      ValueError: the mesh lacks the axis; or a large array has no axis that can be cut. With
-        `uneven="replicate"` such an array stays whole, or as `over` has it.
+    Raises:
+      ValueError: another `pick` or `uneven`; when called, the mesh lacks the axis, or a large array
+        has no axis that can be cut. With `uneven="replicate"` that one stays as `over` has it.
     """
 
     axis: str | tuple

@@ -127,8 +127,9 @@ class Row(NamedTuple):
 class Description:
     """The layout of a tree, which prints as a table.
 
-    `rows` has for each array a named tuple: `path`, `shape`, `spec`, `bytes` on each device, and
-    `why` all hold it whole, or "". `whole_bytes` is the tree's size, `mesh` a text with its sizes.
+    `rows` has for each array a named tuple with the fields `path`, `shape`, `spec`, `bytes` (on
+    each device) and `why`, which is the reason why all devices hold it whole, or "". `whole_bytes`
+    is the tree's size, `mesh` a text with its sizes.
     """
 
     rows: list

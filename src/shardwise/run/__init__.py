@@ -6,9 +6,8 @@ The command `shardwise train` trains the decoder on text files. A program trains
     result = run.train(settings, create=create, loss=loss, batches=rows, tx=tx)
 
 The program takes flags by `run.flags`, and may be one of several processes, between `run.join` and
-`run.leave`. A run that was stopped goes on from its newest whole checkpoint (`resume`), with the
-same bits on the same devices, up to rounding on others, and there too with the same bits if its
-layout is `exact`.
+`run.leave`. A stopped run goes on from its newest whole checkpoint (`resume`), with the same bits
+on the same devices and, if its layout is `exact`, on others; else there up to rounding.
 """
 
 from shardwise.run.optimizers import averaged, guarded

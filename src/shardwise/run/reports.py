@@ -89,8 +89,7 @@ class Report:
     """The report of one process; only process 0 writes and prints anything.
 
     `rows` are some of a batch, `held` the bytes of the state on a device, `rate` the learning rate
-    by step, and `at_peak` the seconds of a step's products at the chips' peak, where known. `loss`
-    is the last step's.
+    by step, `at_peak` a step's seconds of products at the chips' peak, or None. `loss` is the last.
     """
 
     def __init__(

@@ -42,8 +42,8 @@ class Roles:
     """The layout of a run: how many devices each role of a `layouts.Layout` has, and its settings.
 
     One of `data`, `fsdp`, `tensor`, `expert`, `context` and `stage` may be -1, for the devices that
-    remain. A setting has the meaning of the layout's of that name, which says more; here all are
-    numbers or names.
+    remain: by default `fsdp`, so that `Roles(data=-1, fsdp=1)` gives them to another. A setting has
+    the meaning of the layout's of that name, which says more; here all are numbers or names.
     """
 
     data: int = 1
@@ -107,7 +107,10 @@ class Roles:
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """The data to read: by default the source of Python's standard library, as bytes."""
+    """The data of `shardwise train`: by default the source of Python's standard library, as bytes.
+
+    A document is a file of text, or all of `tokens`; to give both is a ValueError.
+    """
 
     text: str | None = None  #: A folder, a file or a glob of text files, read as bytes.
     tokens: str | None = None  #: A .npy file with a one-dimensional array of token numbers.
@@ -142,7 +145,7 @@ class Processes:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The settings of a whole run. Every field is a flag, and stands in the run folder.
+    """The settings of a whole run. Every field is a flag; the run folder has those that were used.
 
     Groups of settings are `layout`, a `Roles`; `model`, a `model.Config`; `optimizer`, a
     `train.Optimizer`; `data`, a `Data`; `evaluation`; and `processes`.
@@ -152,11 +155,12 @@ class Settings:
     """
 
     run: Path = Path("runs/first")  #: The run folder, on a disk that all processes see.
-    steps: int = 300  #: The last step.
+    steps: int = 300  #: The last step; the first is 1.
     seed: int = 0  #: The seed of parameters, dropout and the order of rows.
     batch: int = 32  #: Rows of a step, of all devices together.
     sequence: int = 128  #: Tokens of a row.
-    save_every: int = 100  #: Steps between checkpoints.
+    #: Steps between checkpoints, 1 or more. The last step is saved too, and that of a stop.
+    save_every: int = 100
     hash_every: int = 0  #: Steps between hashes of all arrays, for `shardwise diff`, or 0 for none.
     keep: int = 2  #: The number of newest checkpoints that stay.
     resume: bool = False  #: Go on from the newest whole checkpoint, if there is one.
@@ -210,9 +214,9 @@ def flags(
 
     A field is `--name`, one of a group `--group.name`; a bool has `--no-name`, `--group.no-name`
     too, and None is a word: `["--steps", "1000", "--layout.fsdp", "4", "--ema", "None"]`. `argv`
-    are these words, by default this process's, `prog` the program's name in its help. For a run
-    that goes on (`--resume`) the rest is as it was saved, but for the processes' addresses and the
-    trace, which differ each time.
+    are these words, by default this process's, `prog` the program's name in its help. With
+    `--resume`, what is not given is as the run folder has it, rather than `default`'s, but for
+    `profile` and the processes' address, count and index. What is given holds (`train` may refuse).
 
     Raises:
       SystemExit: a flag that is unknown or cannot be read (status 2), or `--help` (0).

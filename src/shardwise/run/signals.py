@@ -72,7 +72,10 @@ def standing() -> Stop | None:
 
 def join(processes: Processes | None = None, devices: int | None = None) -> None:
     """Join the other processes of a run, by its `settings.processes` and `settings.devices`, as
-    `shardwise.processes.join` does. A signal that asks for a stop before `leave` stops `train`.
+    `shardwise.processes.join` does.
+
+    From here to `leave` (without `join`: within `train`) a first SIGTERM, SIGINT, SIGQUIT, SIGHUP,
+    SIGUSR1 or SIGUSR2 lets `train` save after a step, and return; a second one ends the process.
     """
     told = processes or Processes()
     with contextlib.ExitStack() as on_failure:

@@ -48,19 +48,22 @@ def train(
       create: a function of a key to the parameters as one device makes them.
       loss: a function of (params, batch), or of these and `key`, by that name, to an
         `objective.Mean`, or to a scalar that is a mean over rows; with `has_aux` to (that, aux). A
-        new run judges it before its first step, as `objective.check` does.
+        new run judges it before its first step, as `objective.check` does. Evaluations call it
+        without a `key`, which needs a default for that.
       batches: an endless `grain.MapDataset` of single rows, of which step k takes the k-th
         `settings.batch`; or an iterator, with get_state and set_state as Grain's, of batches of
         `settings.batch` rows. Each of several processes gets the same whole batches from its own.
       tx: an optax transformation; None is `settings.optimizer`'s.
       validation: a `grain.MapDataset` of rows, of which evaluations read the first batches; without
-        one there are no evaluations, and no samples.
+        one there are no evaluations, and no samples. Each is a line of evaluations.jsonl: "step",
+        "loss", with an `ema` "loss_of_mean", that of the mean of the parameters, and "sample".
       has_aux: whether the loss returns aux, a pytree. If that is a dict, its scalars and vectors
         stand in the metrics, and of an `objective.Mean` the quotient, exact for every padding.
       sample: a function of the parameters to a text, for the log at each evaluation. It gets them
         whole on each device: leave it out where they do not fit.
       facts: a dict of plain data, such as checksums by name, which must be equal when the run goes
-        on, as settings must.
+        on. So must settings that decide numbers: `seed`, `batch`, `ema`, `optimizer`,
+        `layout.exact`; in an exact run also layout.dtype, .kernel and .remat. Others may differ.
       flops: the model FLOPs of a step (`plan.model_flops` of a decoder). With them metrics have the
         `mfu`, their share of the bfloat16 peak, if `topology.of_device` knows the devices.
       aux: how the aux of devices and microbatches become one, as in `layouts.step`: for a mean over
@@ -71,13 +74,13 @@ def train(
       in metrics.jsonl for each step: "step", "loss", "gradient_norm", "seconds", "bytes" (of the
       state on a device), "time", "rows" and "rows_per_second" ("tokens" and "tokens_per_second" of
       a dict with "tokens"); with `flops` "mfu", without `tx` "learning_rate", and "bad" of a bad
-      one. "stop" is taken too.
+      one. A dict of aux uses none of these names, nor "stop".
 
     Raises:
       FileExistsError: the folder has a run, and `settings.resume` is false.
       RuntimeError: another program's run is under way there.
-      ValueError: settings or facts differ from the saved ones; metrics are damaged; aux has one of
-        their names; `settings.batch` does not split over devices and microbatches.
+      ValueError: facts, or settings that must not, differ from the saved ones; metrics are damaged;
+        aux has a taken name; `settings.batch` does not split over devices and microbatches.
       TypeError: `batches` or `loss` are not of the kinds above.
       BadStep: a bad step, where `settings.bad` says stop; the state before it is saved.
       Exception: what `shardwise.layouts` and `shardwise.checkpoint` raise.

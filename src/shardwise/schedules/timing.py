@@ -89,9 +89,9 @@ def _most(counts):
 def timeline(schedule: Schedule | Lists, costs: Costs = COSTS, transfer: float = 0) -> Timeline:
     """The `Timeline` of a schedule, if each device runs its next task as soon as it can.
 
-    `costs` maps a kind to the time that it takes, `{"F": 1, "B": 2}`; a key `(stage, kind)`, or a
-    whole `Task`, takes precedence. `transfer` is the time from the end of a task to the moment at
-    which another device has its result; it keeps neither device from its work.
+    `costs` maps a kind to the time that it takes, by default `{"F": 1, "B": 2, "I": 1, "W": 1}`; a
+    key `(stage, kind)`, or a whole `Task`, takes precedence. `transfer` is the time from the end of
+    a task until another device has its result; it keeps neither device from its work.
 
     Raises:
       ValueError: what `check` raises, no cost for a task, or a negative time.

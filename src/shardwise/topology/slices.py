@@ -111,9 +111,10 @@ class ChipMesh:
 
         `fn` is made by `jax.jit`, or by `rules.jit`, whose mesh is `abstract`:
         `mesh.lower(rules.jit(f, mesh.abstract, in_rules=rule), *shapes)`. Arguments are shapes
-        (`jax.ShapeDtypeStruct`). One at least has a sharding over `abstract`, of its own or by what
-        jitted `fn`; the compiler lays out the others. Whether a loss may be divided is not judged:
-        `objective.check` does that, on any device.
+        (`jax.ShapeDtypeStruct`). One at least has a sharding over `abstract`, its own or by
+        `in_shardings` of `jax.jit` or `in_rules` of `rules.jit` (for none `topology.compile` raises
+        a ValueError); the compiler lays out the others. Whether a loss may be divided is not
+        judged: `objective.check` does that, on any device.
 
         Raises:
           TypeError: `fn` is not jitted.

@@ -22,7 +22,7 @@ from shardwise.pipeline.cut.stages import Stage
 
 @dataclasses.dataclass(frozen=True)
 class Halves:
-    """The programs of one stage, each a function of lists of arrays.
+    """The programs of one stage, each a `Part`: a function of lists of arrays.
 
     - `forward(params, data, carry) -> outputs, residuals`: without what follows from parameters or
       data alone, which the backward computes again;
@@ -33,9 +33,10 @@ class Halves:
     `residuals` is what `forward` keeps, of the shapes `kept`. `pending` is what `to_input` has
     computed and `to_weights` needs; the attribute is its shapes. In the first stage, which has no
     carry, `to_input` just passes the cotangents on as pending, and `to_weights` does everything.
-    Cotangents that go in are those of the stage's `seeds`. `undivided` names the primitives that
-    yield both halves at once and could not be cut: they run in `to_input`. Effects run once: in
-    `forward`, or in `whole`, or in `to_input`.
+    Cotangents that go in are those of the stage's `seeds`, in order; those of carry are of its
+    floating-point arrays, the seeds of the stage before. Each of `stage.params` has a gradient.
+    `undivided` names the primitives that yield both halves at once and could not be cut: they run
+    in `to_input`. Effects run once: in `forward`, `whole` or `to_input`.
     """
 
     stage: Stage

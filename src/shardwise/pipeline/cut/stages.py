@@ -24,8 +24,7 @@ class Stage:
     all of it does. `data` are the numbers of the batch's (and further arguments') leaves that it
     reads. `starts` has, where the loss slices rows of something it computed from these, such as
     the keys of all layers, the first row of each of this stage's slices, and is () elsewhere. They
-    go in as the last of the data, int32 [k], so that stages that differ in rows alone share a
-    program.
+    go in as the last of data, int32 [k], so that stages that differ in rows alone share a program.
 
     Lists of `jax.ShapeDtypeStruct` are `params`, of the parameters in the order of `rows` and of
     these rows alone; `inputs`, what the function takes as data; `carry`, what the stage before
@@ -63,8 +62,7 @@ def stages(loss: Callable, params: Any, *data: Any) -> Cut:
     rows; one that several stages read lives on each.
 
     Raises:
-      ValueError: a mark where the program cannot be cut, or around no array; an effect that asks
-        for an order.
+      ValueError: a mark where the program cannot be cut, or around no array; an ordered effect.
     """
     program, (shapes,) = trace(lambda params, data: [loss(params, *data)], params, data)
     crossing, effects = placed(program)
