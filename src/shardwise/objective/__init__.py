@@ -19,17 +19,18 @@ batch, rows mixed in a kernel, a branch on a mean. It also finds outputs that do
 by a number that the batch's values decide; with a penalty or a mean that each part would add again;
 a scalar that is a sum over rows. The remedies: statistics of the whole batch by `marks.total`,
 exact over devices and refused with microbatches; or a layout by the compiler (`rules.jit`) without
-microbatches, which sees whole arrays and is exact for every loss. Statistics that are to be those
-of each part's own rows, as in batch norm by device, are marked by `marks.local`.
+microbatches, which sees whole arrays and equals one device, to rounding, for every loss. Statistics
+that are to be those of each part's own rows, as in batch norm by device, are `marks.local`'s.
 
 **Microbatches**: microbatch j of m holds the rows r with r % m == j, under every strategy. A batch
 whose rows are cut over devices stays cut so in each of them.
 
 **Keys** go in by `key=`, raw or typed. Draws that depend on the key and on `marks.index` alone are
-those of one device under every strategy, bit for bit. A loss whose draws depend on shapes, as a
-dropout mask over its rows does, gets another key in each part: its masks are valid, and differ from
-one device's. Without microbatches the compiled path (`rules.jit`) divides nothing, and equals one
-device for these too.
+those of one device under every strategy, bit for bit. (Under `jax.vmap` over such keys "rbg" draws
+depend on their number too, and `check` refuses them: take threefry, or `jax.lax.map`.) A loss whose
+draws depend on shapes, as a dropout mask over its rows does, gets another key in each part: its
+masks are valid, and differ from one device's. Without microbatches the compiled path (`rules.jit`)
+divides nothing, and equals one device for these too.
 """
 
 from shardwise.objective.gradients import value_and_grad
