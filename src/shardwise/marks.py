@@ -116,7 +116,8 @@ def index(axis: str, size: int) -> jax.Array:
     """The indices int32 [size] in the whole batch of the `size` entries of this part along `axis`.
 
     `axis` is "rows" or "sequence". Unbound they are 0 to size - 1. A random draw that depends on
-    its key and on these indices alone is the same however the batch is divided.
+    its key and on these indices alone is the same however the batch is divided; under `jax.vmap`
+    over them, from a threefry key only ("rbg" draws all from its first key: use `jax.lax.map`).
     """
     return _meaning("index", lambda axis, size: jnp.arange(size, dtype=jnp.int32))(axis, size)
 

@@ -19,8 +19,8 @@ batch, rows mixed in a kernel, a branch on a mean. It also finds outputs that do
 by a number that the batch's values decide; with a penalty or a mean that each part would add again;
 a scalar that is a sum over rows. The remedies: statistics of the whole batch by `marks.total`,
 exact over devices and refused with microbatches; or a layout by the compiler (`rules.jit`) without
-microbatches, which sees whole arrays and is exact for every loss. Statistics that are to be those
-of each part's own rows, as in batch norm by device, are marked by `marks.local`.
+microbatches, which sees whole arrays and equals one device, to rounding, for every loss. Statistics
+that are to be those of each part's own rows, as in batch norm by device, are `marks.local`'s.
 
 **Rows** are axis 0 of each array of the batch. Where a batch is divided, a scalar in it is a
 ValueError, and further arguments go whole to each part. Microbatch j of m holds the rows r with r %
@@ -28,9 +28,11 @@ m == j, under every strategy; a batch whose rows are cut over devices stays cut 
 
 **Keys** go in by `key=`, raw or typed. If all draws depend on `marks.index`, as the loss's trace
 tells, each part gets the key itself: they are those of one device under every strategy, bit for
-bit. If none does, as of a dropout mask over its rows, each part gets another key: masks are valid,
-and differ from one device's. A loss that draws in both ways is a ValueError where it is divided.
-Without microbatches the compiled path (`rules.jit`) divides nothing, and equals one device.
+bit. (Under `jax.vmap` over such keys "rbg" draws depend on their number too, and `check` refuses
+them: take threefry, or `jax.lax.map`.) If no draw does, as of a dropout mask over its rows, each
+part gets another key: masks are valid, and differ from one device's. A loss that draws in both ways
+is a ValueError where it is divided. Without microbatches the compiled path (`rules.jit`) divides
+nothing, and equals one device.
 """
 
 from shardwise.objective.gradients import value_and_grad

@@ -26,10 +26,10 @@ ROWS = (
     "Rows of the batch look at each other in the loss, as in contrastive losses, batch statistics, "
     "sorted or chosen rows, balance or capacity of experts, or a root or power of a mean over "
     "rows. Take sums by marks.total, which adds up those of all devices, without a gradient; or "
-    "lay the batch out by the compiler (by='compiler', rules.jit) and without microbatches, which "
-    "is exact for every loss. Where a part's own rows are meant, say so of the result: "
-    "marks.local(x). A mean over what the batch's own values decide is objective.Mean(total, "
-    "count)."
+    "lay the batch out by the compiler (by='compiler', rules.jit) and without microbatches, where "
+    "every loss equals one device's, to rounding. Where a part's own rows are meant, say so of the "
+    "result: marks.local(x). A mean over what the batch's own values decide is "
+    "objective.Mean(total, count)."
 )
 TOKENS = (
     "Tokens see each other outside marks, or are numbered by jnp.arange in each part anew; or "
@@ -44,9 +44,9 @@ RULE = (
 )
 NUMBER = (
     "It does something to the number of rows, as jnp.arange(len(x)) (marks.index('rows', size) "
-    "gives those of the whole batch), draws for them from a key of its own, or lets rows look at "
-    "each other; or divides by a number that the batch's values decide: return "
-    "objective.Mean(total, count), two sums over rows."
+    "gives those of the whole batch), draws for them from a key of its own or, under vmap, from an "
+    "'rbg' key, or lets rows look at each other; or divides by a number that the batch's values "
+    "decide: return objective.Mean(total, count), two sums over rows."
 )
 
 

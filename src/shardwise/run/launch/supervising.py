@@ -208,8 +208,8 @@ def _differs(note, rest, stopped):
     """What is known of an odd one: that it hangs, or only that it and the others do not meet."""
     if not stopped and note is not None and note.doing not in ALONE:
         return (
-            f"differs from the others ({rest}), and all wait; who made a call more, or one less, "
-            f"notes do not tell: compare the calls that each has made, and the stacks"
+            f"differs from the others ({rest}), and all wait; notes do not show who made one call "
+            f"too many or too few: compare the calls that each has made, and the stacks"
         )
     beside = f", while the others wait ({rest})" if rest else ""
     return f"{'is stopped (SIGSTOP, or a debugger)' if stopped else 'hangs'}{beside}"
