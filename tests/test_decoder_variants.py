@@ -115,6 +115,15 @@ def test_a_loss_in_chunks_sums_the_heads_gradient_in_float32():
     assert errors[1] < 1.1 * errors[0]
 
 
+def test_a_loss_of_routed_tokens_without_experts_says_so():
+    params, _, _ = program("olmo")
+    graphdef = nnx.graphdef(
+        nnx.eval_shape(lambda: model.Decoder(model.Config(**SIZES | CONFIGS["olmo"]), nnx.Rngs(0)))
+    )
+    with pytest.raises(ValueError, match="the decoder has no experts; take model.loss"):
+        model.routed_loss(params, batch(), graphdef=graphdef)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_variant_has_the_parameters_that_it_says(name):
     config = model.Config(**SIZES | CONFIGS[name])

@@ -361,6 +361,7 @@ def test_what_cannot_be_saved_says_why(tmp_path):
     for changes, message in [
         (dict(config=dataclasses.replace(SMALL, mlp=8)), r"gate/kernel is \(4, 16, 40\), expected"),
         (dict(config=dataclasses.replace(SMALL, experts=4)), "Config.experts is 4"),
+        (dict(config=dataclasses.replace(SMALL, rope_dim=2)), "Config.rope_dim is 2"),
         (dict(params={"w": np.ones(2)}), "w is .*expected nothing"),
         (dict(shard_bytes=0), "shard_bytes=0"),
         (dict(fields={"hidden_size": 3}), "decides hidden_size"),

@@ -297,10 +297,11 @@ def routed_loss(
     choices of each expert; "dropped" [L], choices without a slot; "nats", the total before balance.
 
     Raises:
-      AttributeError: the decoder has no experts.
-      ValueError: `over` is neither; what `loss` raises.
+      ValueError: the decoder has no experts; `over` is neither; what `loss` raises.
     """
     mask, (decoder, tokens, places) = batch["mask"], _read(params, batch, graphdef)
+    if not decoder.config.experts:
+        raise ValueError("model.routed_loss: the decoder has no experts; take model.loss.")
     if decoder.config.loss_chunks > 1:
         x, routing = decoder.hidden(tokens, key, places)
         total = _in_chunks(decoder, x, batch)

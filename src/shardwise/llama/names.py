@@ -94,7 +94,8 @@ def sizes(config: Config) -> dict[str, int]:
 
 def check_dense(config: Config) -> None:
     """Raise ValueError for a decoder that is no Llama."""
-    for name in ("experts", "tied", "qkv_bias", "qk_norm", "norms", "activation"):
+    parts = "experts tied qkv_bias qk_norm norms activation rope_dim value_dim latent"
+    for name in parts.split():
         if (value := getattr(config, name)) != getattr(Config, name):
             raise ValueError(
                 f"llama: Config.{name} is {value!r}, and {ARCHITECTURE} has "
