@@ -34,7 +34,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 RECORD = ROOT / "src" / "shardwise" / "plan" / "judged.json"  # chapters read it, too
 PAGE = ROOT / "book" / "judged.md"
 CASES = {f"fitted: {n}": c for n, c in FITTED.items()} | wide() | JUDGED
-CASES |= drawn("tpu") | drawn("newer") | drawn("last") | drawn("fourth") | drawn("latent")
+CASES |= drawn("tpu") | drawn("newer") | drawn("last") | drawn("fourth")
 
 
 def compiled(case: Case) -> dict:

@@ -120,7 +120,7 @@ def test_a_loss_of_routed_tokens_without_experts_says_so():
     graphdef = nnx.graphdef(
         nnx.eval_shape(lambda: model.Decoder(model.Config(**SIZES | CONFIGS["olmo"]), nnx.Rngs(0)))
     )
-    with pytest.raises(ValueError, match="the decoder has no experts; take model.loss"):
+    with pytest.raises(ValueError, match=r"the decoder has no experts; take model\.loss"):
         model.routed_loss(params, batch(), graphdef=graphdef)
 
 

@@ -13,10 +13,10 @@ from shardwise_book.figures.interactive import RESULT, Control, Interactive, axe
 from shardwise_book.figures.pieces import Piece, pieces
 
 _HEADS = "left", "right", "result"
-_PRODUCT_KEY = """<p style="font-size: .88em">A bold frame marks what a device holds from the start, full
-colour what it multiplies. A colour is a device: blocks in the colours of others came by an
-all-gather, and a result in stripes is the sum over all devices, after an all-reduce. Pale is what
-is held and not used.</p>"""
+_PRODUCT_KEY = """<p style="font-size: .88em">A bold frame marks what a device holds from the
+start, full colour what it multiplies. A colour is a device: blocks in the colours of others came by
+an all-gather, and a result in stripes is the sum over all devices, after an all-reduce. Pale is
+what is held and not used.</p>"""
 _SIDE, _PITCH, _LEFTS = 64, 82, (60, 148, 236)  # a matrix is at most this wide and high
 
 CUTS = ("columns", "rows")
