@@ -480,6 +480,10 @@ def test_no_layout_changes_the_program_of_a_block():
             settings.check_resumable(saved, now, "here")
     free = {name: x for name, x in now.items() if name != "layout.exact"}
     settings.check_resumable(saved | free, free, "here")
+    newer = {"model.rope_dim": 0}  # than a folder that lacks it: then it was its default
+    settings.check_resumable(free, free | newer, "here")
+    with pytest.raises(ValueError, match=r"model\.rope_dim was 0 and is 16"):
+        settings.check_resumable(free, free | {"model.rope_dim": 16}, "here")
 
 
 def test_a_batch_that_makes_no_blocks_is_an_error_before_the_first_step():

@@ -63,6 +63,12 @@ def test_a_sequence_in_another_order_is_not_a_number():
     assert jnp.isfinite(out[0]).all() and jnp.isnan(out[1]).all()
 
 
+def test_cudnn_takes_no_values_of_another_size():
+    q, k, v, _, places = arrays(2, 96, 4, 2, (24, 16), jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"v have 16 entries and those of k 24.*context\.tiled"):
+        context.cudnn()(q, k, v, places)
+
+
 @pytest.mark.parametrize("documents", [False, True])
 def test_cudnn_is_attention_to_rows_of_one_document(documents):
     """By XLA in its place, since its kernel is for GPUs; rows of several documents are NaN."""

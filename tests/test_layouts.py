@@ -813,11 +813,22 @@ def test_attention_of_layers_that_are_not_stacked_is_counted_in_each(name):
     def rows(n):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*n, *x.shape[1:]), x.dtype), blocks)
 
-    by_layer = apart | {f"layer_{i}": rows(()) for i in range(CONFIG.layers)}
-    by_stack = apart | {"dense": rows((1,)), "blocks": rows((CONFIG.layers - 1,))}
+    def bare(block):
+        return dict(block) | {key: block[key]["kernel"] for key in "qkvo"}
+
+    n, names = CONFIG.layers, {key: f"DenseGeneral_{i}" for i, key in enumerate("qkvo")}
+    every = [
+        {f"layer_{i}": rows(()) for i in range(n)},
+        {"dense": rows((1,)), "blocks": rows((n - 1,))},
+        {"dense": bare(rows((1,))), "blocks": bare(rows((n - 1,)))},
+        {"blocks": {names.get(key, key): x for key, x in blocks.items()}},
+        {"layers": [bare(rows(())) for _ in range(n)]},
+        {f"block_{i}_{key}": x for i in range(n) for key, x in bare(rows(())).items()},
+        bare(blocks),
+    ]
     expected = layouts.predict(layout, whole, batches()[0]).sent["context",]
-    for params in (by_layer, by_stack):
-        assert layouts.predict(layout, params, batches()[0]).sent["context",] == expected
+    for more in every:
+        assert layouts.predict(layout, apart | more, batches()[0]).sent["context",] == expected
 
 
 def test_what_latent_attention_sends_along_tensor_is_no_guess():

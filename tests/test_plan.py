@@ -399,6 +399,28 @@ def test_what_stages_keep_is_what_the_program_keeps(name):
     assert math.isclose(along, sum(parts_of.values()))
 
 
+def test_dense_layers_beside_experts_are_counted_each_by_itself():
+    """Without latent attention, too; in FLOPs, in memory, and refused beside tensor and stages."""
+    sizes = dict(experts=8, capacity_factor=1.25, layers=3, mlp=32)
+    config = dataclasses.replace(SMALL, **sizes, dense_layers=1, dense_mlp=2048)
+    mixed, dense = (
+        dataclasses.replace(SMALL, **sizes | changes)
+        for changes in (dict(layers=2), dict(layers=1, mlp=2048, experts=0, capacity_factor=None))
+    )
+    head = 6 * SMALL.embed * SMALL.vocab * 2 * LENGTH
+    apart = sum(plan.model_flops(c, 2, LENGTH) for c in (mixed, dense)) - head
+    assert math.isclose(plan.model_flops(config, 2, LENGTH), apart)
+    one = roles.Roles()
+    part, *others = (
+        parts(one, c, arrays.of_decoder(c), 2, LENGTH)[0] for c in (config, mixed, dense)
+    )
+    assert math.isclose(seconds.flops(part), sum(map(seconds.flops, others)) - head)
+    layers = [memory.memory(x).terms.layer for x in others]
+    assert memory.memory(part).terms.layer == max(layers) == layers[1]
+    found = plan.plan(config, "v5e:2x4", 32, LENGTH)
+    assert found.fitting and not any(c.roles.tensor * c.roles.stage > 1 for c in found.fitting)
+
+
 @pytest.mark.parametrize("chunks, changes", [(1, {}), (8, {}), (1, LATENT)])
 def test_flops_are_those_of_the_program(chunks, changes):
     """Of the step that is differentiated, with attention over all pairs."""

@@ -66,7 +66,8 @@ class Cudnn:
     With the implementation "xla" it runs on any device, and keeps the scores, for tests.
 
     Raises:
-      ValueError: at the call, another mask than `marks.causal`, or a dtype of other than 16 bits.
+      ValueError: at the call, another mask than `marks.causal`, values of another size than keys,
+        or a dtype of other than 16 bits.
       RuntimeError, NotImplementedError: JAX's own, where there is no cuDNN, or a `head_dim` that
         the kernel does not take (above 128, or no multiple of 8).
     """
@@ -75,6 +76,11 @@ class Cudnn:
 
     def __call__(self, q, k, v, places, mask=marks.causal):
         _check_causal("cudnn", mask)
+        if k.shape[-1] != v.shape[-1]:
+            raise ValueError(
+                f"context.cudnn: heads of v have {v.shape[-1]} entries and those of k "
+                f"{k.shape[-1]}, which the kernel does not take; take context.tiled."
+            )
         if self.implementation == "cudnn" and q.dtype not in (jnp.bfloat16, jnp.float16):
             raise ValueError(
                 f"context.cudnn: q is {q.dtype}, and the kernel computes in bfloat16 or float16; "

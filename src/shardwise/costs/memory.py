@@ -144,7 +144,8 @@ def _terms(part, parameters, gpu):
     last layer out of the loop and gathers ahead for it: there are three layers' weights, and half
     as much again of `around` and `ring`.
     """
-    r, inside, (weights, head) = part.roles, _in_layer(part, gpu), _weights(part)
+    r, (weights, head) = part.roles, _weights(part)
+    inside = max((_in_layer(each, gpu) for each in part.stacks), key=sum)
     bodies, ahead = (3, 1.5) if r.offload else (1, 1)
     kept = part.layers * part.tokens * _entered(part)
     if r.offload:

@@ -170,7 +170,9 @@ class LayoutLedger(Ledger):
     def _tensor(self, model, rows, length, again, first, last):
         layout, itemsize = self.layout, jnp.dtype(model.dtype).itemsize
         given = layout.size("tensor"), rows, length, model.sizes["embed"], model.layers, itemsize
-        normed = model.cut_norms / model.layers * (1 + again / 2)  # forward, backward, and again
+        normed = (
+            model.cut_norms / max(model.layers, 1) * (1 + again / 2)
+        )  # forward, backward, and again
         norms = dict(scales=model.scales or None, normed_heads=normed)
         told = tensor.bytes_sent(*given, layout.sequence, again, sums_again=again, **norms)
         of_ends = (first + last) * told.embedding + last * told.loss  # which nothing does again
@@ -201,20 +203,38 @@ class _Model:
 
     @classmethod
     def of(cls, layout, shapes, here):
-        found, alike = cls(), collections.Counter()
+        found, arrays = cls(), []
         for leaf, x in zip(trees.read(shapes), here, strict=True):
             axes = leaf.axes or ()
             found.sizes |= dict(zip(axes, leaf.shape, strict=False))
             layers = dict(zip(axes, x.shape, strict=False)).get(trees.LAYERS, int(x.size > 0))
-            *_, of, name = "/", *leaf.path.split("/")
-            if "kv_heads" in axes:  # "k/kernel" of each stack, or of "layer_0", "layer_1", ...
-                alike[re.sub(r"\d+", "", f"{of}/{name}")] += layers
+            arrays.append((tuple(leaf.path.split("/")), axes, layers))
+            if "kv_heads" in axes:
                 found.dtype = layout.dtype or x.dtype
-            if name != "scale":
+            if arrays[-1][0][-1] != "scale":
                 continue
             if {*layout.cut} & {*axes}:
                 found.cut_norms += layers
             else:
                 found.scales += x.size * x.dtype.itemsize
-        found.layers = max(alike.values(), default=0)
+        found.layers = _layers(arrays)
         return found
+
+
+def _layers(arrays):
+    """The layers of attention, of (path, axes, layers) of each array: those with kv_heads belong
+    together if they lie in one part of the tree with an array that has heads.
+    """
+    inside = collections.defaultdict(set)
+    for path, axes, _ in arrays:
+        for i in range(len(path)):
+            inside[path[:i]].update(axes)
+    found, flat = collections.Counter(), collections.Counter()
+    for path, axes, layers in (x for x in arrays if "kv_heads" in x[1]):
+        above = (path[:i] for i in reversed(range(len(path))))
+        of = next((x for x in above if "heads" in inside[x]), ())
+        if of or trees.LAYERS in axes:
+            found[of] = max(found[of], layers)
+        else:  # of a tree without branches: "block_0_k", "block_1_k", ...
+            flat[re.sub(r"\d+", "", path[-1])] += layers
+    return found.total() + max(flat.values(), default=0)

@@ -41,6 +41,7 @@ def kernel(plan: Plan) -> str:
     if plan.chips.chip.node:
         c = plan.config
         narrow = jnp.dtype(c.dtype).itemsize == 2 and c.head_dim % 8 == 0 and c.head_dim <= 128
+        narrow &= c.depth == c.head_dim
         return "cudnn" if narrow else "tiles"
     return "tiles" if plan.sequence % LANES else "splash"
 

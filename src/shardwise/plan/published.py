@@ -48,7 +48,8 @@ ABSENT: dict[str, dict[str, Any]] = {
     "SmolLM3ForCausalLM": dict(num_key_value_heads=4, tie_word_embeddings=True, rope_theta=2e6),
     "DeepseekV2ForCausalLM": dict(n_routed_experts=64, n_shared_experts=2, **_LATENT),
     "DeepseekV3ForCausalLM": dict(n_routed_experts=256, n_shared_experts=1, **_LATENT)
-    | dict(num_experts_per_tok=8, moe_intermediate_size=2048, first_k_dense_replace=3),
+    | dict(num_experts_per_tok=8, moe_intermediate_size=2048, first_k_dense_replace=3)
+    | dict(scoring_func="sigmoid", topk_method="noaux_tc"),
 }
 # What our decoder computes of each class.
 _COMPUTED: dict[str, dict[str, Any]] = {
@@ -59,7 +60,6 @@ _COMPUTED: dict[str, dict[str, Any]] = {
     "Gemma2ForCausalLM": dict(norms="both"),
     "Gemma3ForCausalLM": dict(norms="both", qk_norm="head"),
     "Olmo2ForCausalLM": dict(norms="after", qk_norm="heads"),
-    "DeepseekV3ForCausalLM": dict(router="sigmoid", router_bias=True),
 }
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu"}
 # Fields that change nothing, and those that are read below.
@@ -174,7 +174,7 @@ def of(fields: dict[str, Any], where: str = "config.json") -> Published:
         raise ValueError(f"plan: {where} has the activation {activation!r}; known are {known}.")
     sizes = {ours: given[theirs] for ours, theirs in _SIZES.items()}
     config = Config(
-        **sizes | _experts(name, given, where) | _attention(name, given, sizes),
+        **sizes | _experts(name, given, where) | _attention(name, given, sizes, where),
         tied=bool(given.get("tie_word_embeddings")),
         activation=_ACTIVATIONS[activation],
         rope_theta=float((given.get("rope_parameters") or given).get("rope_theta") or 10_000.0),
@@ -189,11 +189,13 @@ def of(fields: dict[str, Any], where: str = "config.json") -> Published:
     return Published(config, where, more, (*notes, *_notes(name, given, config, more)))
 
 
-def _attention(name, given, sizes):
+def _attention(name, given, sizes, where):
     if not name.startswith("Deepseek"):
         kv_heads = given.get("num_key_value_heads") or sizes["heads"]
         head_dim = given.get("head_dim") or sizes["embed"] // sizes["heads"]
         return dict(kv_heads=kv_heads, head_dim=head_dim)
+    if missing := [key for key in _LATENT if not given[key] and key != "q_lora_rank"]:
+        raise ValueError(f"plan: {where} lacks {', '.join(missing)}; a {name} has them.")
     turned, plain = given["qk_rope_head_dim"], given["qk_nope_head_dim"]
     widths = dict(latent=given["kv_lora_rank"], query_latent=given["q_lora_rank"] or 0)
     widths |= dict(rope_dim=turned, value_dim=given["v_head_dim"])
@@ -216,8 +218,13 @@ def _experts(name, given, where):
             f"multiple of moe_intermediate_size={mlp}."
         )
     found = dict(experts=count, experts_per_token=given["num_experts_per_tok"], mlp=mlp)
-    dense = min(given.get("first_k_dense_replace") or 0, given["num_hidden_layers"])
+    dense, score = given.get("first_k_dense_replace") or 0, given.get("scoring_func") or "softmax"
+    if dense >= given["num_hidden_layers"]:
+        return {}
+    if score not in ("softmax", "sigmoid"):
+        raise ValueError(f"plan: {where} has scoring_func={score!r}; known are softmax, sigmoid.")
     found |= dict(dense_layers=dense, dense_mlp=given["intermediate_size"]) if dense else {}
+    found |= dict(router=score, router_bias=given.get("topk_method") == "noaux_tc")
     return found | dict(shared_experts=wide // mlp, capacity_factor=1.25)
 
 
@@ -226,6 +233,8 @@ def _notes(name, given, config, more):
         yield "experts have slots for 1.25 times an even share of the tokens"
     if name == "Qwen2MoeForCausalLM":
         yield "the shared expert has no gate"
+    if config.experts and given.get("norm_topk_prob") is False:
+        yield "the weights of a token's experts are divided by their sum"
     if given.get("num_nextn_predict_layers"):
         yield "layers that predict further tokens are left out"
     off = name.startswith(("Qwen", "SmolLM")) and not given.get("use_sliding_window")

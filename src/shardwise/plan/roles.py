@@ -88,12 +88,10 @@ def _reasons(r, c, chips, batch, sequence):
     elif n > 1 and sequence // r.context % n:
         told = f"{sequence // r.context} tokens of a row on a device, in {n} chunks"
         yield "chunks do not divide the tokens", told
-    for role in ("stage", "tensor") if c and c.latent else ():
+    for role in ("stage", "tensor") if c and (c.latent or c.dense_layers) else ():
         if getattr(r, role) > 1:
-            yield (
-                f"latent attention with {role}",
-                "no formula here has what these keep and send then",
-            )
+            told = "no formula here has what these keep and send then"
+            yield f"latent attention or first dense layers with {role}", told
     cut = dict.fromkeys(("kv_heads", "heads", "vocab", "mlp"), "tensor")
     for name, role in (cut | {"experts": "expert", "layers": "stage"}).items():
         if (n := getattr(r, role)) > 1:

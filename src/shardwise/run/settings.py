@@ -288,6 +288,7 @@ def check_resumable(saved: dict[str, Any], now: dict[str, Any], folder: Path) ->
     """Raise ValueError if a setting that was saved differs and decides numbers; as of `flat`."""
     fixed = ("layout.exact", *(_EXACT if now.get("layout.exact") else ()))
     held = (n for n in now if n in fixed or not {n, n.partition(".")[0]} & set(_FREE))
+    saved = flat(Settings()) | saved  # a field that is newer than the folder had its default
     differ = (n for n in held if n in saved and saved[n] != now[n])
     if told := [f"{n} was {json.dumps(saved[n])} and is {json.dumps(now[n])}" for n in differ]:
         raise ValueError(
