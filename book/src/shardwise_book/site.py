@@ -56,6 +56,9 @@ MENDS = [
     (re.compile(r'role="doc-biblioentry"'), 'role="listitem"'),
     # The corner of a table is no header.
     (re.compile(r"<th\b([^>]*)>\s*(?:<p>\s*</p>)?\s*</th>"), r"<td\1></td>"),
+    # The lines of a long signature define nothing.
+    (re.compile(r'(?s)<dl>(\s*<dd><em class="sig-p.*?)</dl>'), r'<div class="lines">\1</div>'),
+    (re.compile(r'<dd>(<em class="sig-param">.*?)</dd>'), r"<div>\1</div>"),
     # A heading has a level.
     (re.compile(r'(<p class="caption") role="heading"'), r'\1 role="heading" aria-level="2"'),
 ]
@@ -136,10 +139,7 @@ def mend(html: str) -> str:
 
 
 def lift(html: str, output: Path, address: str) -> str:
-    """The page's HTML, which reads from files in `output` what the book's figures share.
-
-    `address` leads from the page to FOLDER in `output`.
-    """
+    """The page's HTML, which reads what figures share from files in `output`, at this `address`."""
     folder, linked = output / FOLDER, set()
 
     def lifted(match):
@@ -156,7 +156,6 @@ def lift(html: str, output: Path, address: str) -> str:
 
 def _complete(app, pagename, templatename, context, doctree):
     """Gives the templates the page's links and text, and each chapter a notebook to download.
-
     Extensions load their files on every page: leaves out what this page has no use for.
     """
     body = context.get("body", "")
@@ -173,8 +172,9 @@ def _complete(app, pagename, templatename, context, doctree):
     notebook = Path(app.srcdir, f"{pagename}.ipynb")
     if not pagename.startswith("chapters/") or not notebook.exists():
         return
-    copy = Path(app.outdir, "_downloads", notebook.name)
-    copy.parent.mkdir(parents=True, exist_ok=True)
+    (copy := Path(app.outdir, "_downloads", notebook.name)).parent.mkdir(
+        parents=True, exist_ok=True
+    )
     shutil.copyfile(notebook, copy)
     links = page_links(context["repository"], context["branch"], context["colab"], pagename)
     download = {"name": "Notebook", "url": context["pathto"](f"_downloads/{copy.name}", 1)}
