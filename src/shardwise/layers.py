@@ -83,14 +83,10 @@ class Config:
         """The number of entries of a head's values."""
         return self.value_dim or self.head_dim
 
-    @functools.cached_property
+    @property
     def stacks(self) -> tuple["Config", ...]:
         """The config of each stack of equal layers: of the dense ones, if any, and of others."""
-        if not (n := self.dense_layers):
-            return (self,)
-        dense = dict(layers=n, mlp=self.dense_mlp, experts=0, shared_experts=0)
-        each = dense | dict(capacity_factor=None), dict(layers=self.layers - n)
-        return tuple(dataclasses.replace(self, dense_layers=0, dense_mlp=0, **x) for x in each)
+        return _stacks(self)
 
     def _mistakes(self) -> Iterator[tuple[str, Any, str]]:
         """(field, whether it is wrong, what it has to be) of each."""
@@ -131,6 +127,15 @@ class Config:
         yield "stages", n and self.stages > 1, "1 beside dense_layers, whose arrays are no layers'"
         out = factor is not None and not factor > 0
         yield "capacity_factor", out, "above 0, or None for no drops"
+
+
+@functools.lru_cache(maxsize=1024)  # outside of the config, whose `vars` are its fields alone
+def _stacks(config):
+    if not (n := config.dense_layers):
+        return (config,)
+    dense = dict(layers=n, mlp=config.dense_mlp, experts=0, shared_experts=0)
+    each = dense | dict(capacity_factor=None), dict(layers=config.layers - n)
+    return tuple(dataclasses.replace(config, dense_layers=0, dense_mlp=0, **x) for x in each)
 
 
 class Linear(nnx.Module):
