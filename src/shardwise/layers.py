@@ -86,7 +86,7 @@ class Config:
     @property
     def stacks(self) -> tuple["Config", ...]:
         """The config of each stack of equal layers: of the dense ones, if any, and of others."""
-        return _stacks(self)
+        return _stacks(self) if self.dense_layers else (self,)
 
     def _mistakes(self) -> Iterator[tuple[str, Any, str]]:
         """(field, whether it is wrong, what it has to be) of each."""
@@ -131,8 +131,7 @@ class Config:
 
 @functools.lru_cache(maxsize=1024)  # outside of the config, whose `vars` are its fields alone
 def _stacks(config):
-    if not (n := config.dense_layers):
-        return (config,)
+    n = config.dense_layers
     dense = dict(layers=n, mlp=config.dense_mlp, experts=0, shared_experts=0)
     each = dense | dict(capacity_factor=None), dict(layers=config.layers - n)
     return tuple(dataclasses.replace(config, dense_layers=0, dense_mlp=0, **x) for x in each)

@@ -162,6 +162,8 @@ class Part:
     @functools.cached_property
     def stacks(self) -> tuple["Part", ...]:
         """The part of each stack of equal layers: of the first, dense ones, and of the others."""
+        if not self.config.dense_layers:
+            return (self,)
         return tuple(dataclasses.replace(self, config=c) for c in self.config.stacks)
 
     @functools.cached_property
