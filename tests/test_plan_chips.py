@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardwise import mesh, plan, topology
 from shardwise.costs.arrays import parts
 from shardwise.costs.memory import memory
-from shardwise.plan import arrays, links, planning, published, roles
+from shardwise.plan import arrays, links, planning, published, roles, runs
 from shardwise.plan.links import Side, Way
 
 V5P, V5E = topology.CHIPS["v5p"], topology.CHIPS["v5e"]
@@ -307,7 +307,7 @@ def test_published_runs_lie_below_the_bound(run):
     assert run.on.number == run.chips
     given = arrays.of_decoder(config), run.on, 4 * run.on.devices, run.sequence
     assert run.mfu < planning.candidate(each, config, *given).mfu_bound
-    low, high, on = published.reached(topology.CHIPS[run.kind], bool(config.experts))
+    low, high, on = runs.reached(topology.CHIPS[run.kind], bool(config.experts))
     assert low <= run.mfu <= high and on in (run.kind, "TPUs", "GPUs")
 
 

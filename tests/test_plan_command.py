@@ -22,8 +22,8 @@ from shardwise.plan import (
     arrays,
     compiling,
     planning,
-    published,
     roles,
+    runs,
     tables,
 )
 from shardwise.plan.command import Fewest, survey
@@ -58,7 +58,7 @@ def test_the_first_screen_says_the_best_in_words_then_all_as_a_table(capsys):
     assert command.main([*ARGUMENTS, "--top", "2"]) == 0
     out = capsys.readouterr().out
     found = plan.plan("llama3-8b", "v5e:4x4", 64, 4096)
-    best, low = found.best[0], published.reached(found.chips.chip).low
+    best, low = found.best[0], runs.reached(found.chips.chip).low
     assert f"best       {tables.words(found, best)}\n" in out and "FSDP over" in out
     assert f"{best.memory.total / 2**30:.1f} of 15.8 GiB" in out and best.step.binds in out
     assert f"at most {best.mfu_bound:.0%}; published runs on " in out

@@ -124,7 +124,7 @@ class Config:
         n, most = self.dense_layers, self.layers - 1 if self.experts else 0
         yield "dense_layers", n > most, f"at most {most}, so that layers of experts follow"
         yield "dense_mlp", bool(n) != bool(self.dense_mlp), "above 0 with dense_layers, else 0"
-        yield "stages", n and self.stages > 1, "1 beside dense_layers, whose arrays are no layers'"
+        yield "stages", n and self.stages > 1, "1 with dense_layers, since stages take equal layers"
         out = factor is not None and not factor > 0
         yield "capacity_factor", out, "above 0, or None for no drops"
 

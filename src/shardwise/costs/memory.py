@@ -100,7 +100,8 @@ class Memory:
     @property
     def of_step(self) -> Terms:
         """The terms of the fullest phase, each times its coefficient; others are 0. Phases are the
-        loss, a layer's backward pass, and a `task`, each with `pending` and the terms of any time.
+        loss, a layer's backward pass, that of latent attention alone, and a `task`, each with
+        `pending` and the terms of any time.
         """
         pairs = zip(self.coefficients, self.terms, strict=True)
         found = Terms(*(copies * size for copies, size in pairs))

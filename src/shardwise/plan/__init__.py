@@ -13,7 +13,8 @@ For a published decoder, or a program of your own over data and fsdp:
 from shardwise.costs.arrays import Roles
 from shardwise.plan.own import own
 from shardwise.plan.planning import Candidate, Plan, plan
-from shardwise.plan.published import RUNS, preset
+from shardwise.plan.published import preset
+from shardwise.plan.runs import RUNS
 from shardwise.plan.seconds import model_flops
 from shardwise.plan.tables import text
 

@@ -14,7 +14,7 @@ import tyro
 from shardwise import topology
 from shardwise.costs.arrays import ORDER
 from shardwise.model import Config
-from shardwise.plan import compiling, published, tables
+from shardwise.plan import compiling, published, runs, tables
 from shardwise.plan.own import own as plan_own
 from shardwise.plan.planning import Plan, plan
 from shardwise.plan.seconds import model_flops
@@ -191,7 +191,7 @@ def survey(
     for chip in CHIPS.values():
         if memory and not any(math.isclose(memory * b, chip.hbm_bytes, rel_tol=0.02) for b in _GB):
             continue
-        low = published.reached(chip, bool(config.experts)).low
+        low = runs.reached(chip, bool(config.experts)).low
         least = flops / (days * _DAY * low * chip.peak() * chip.devices)
         for chips in usual(chip.kind, max(counts[0], math.ceil(least)), counts[1]):
             told = plan(config, chips, batch, sequence, optimizer=optimizer or Optimizer())

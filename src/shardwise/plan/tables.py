@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from shardwise.costs.memory import Terms
 from shardwise.measure import counts
-from shardwise.plan import compiling, published
+from shardwise.plan import compiling, runs
 from shardwise.plan.planning import Candidate, Plan
 from shardwise.plan.seconds import WAITED
 
@@ -169,7 +169,7 @@ def _seconds(seconds):
 def _reached(plan, c: Candidate):
     if not plan.config:
         return ""
-    found = published.reached(plan.chips.chip, bool(plan.config.experts))
+    found = runs.reached(plan.chips.chip, bool(plan.config.experts))
     told = f"; published runs on {found.on} reached {found.low:.0%} to {found.high:.0%}"
     if found.low >= c.mfu:
         return told
