@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import marked, sample
 
-from shardwise import context, layouts, measure, mesh, model, plan, schedules, topology, train
+from shardwise import context, data, layouts, measure, mesh, model, plan, schedules, topology, train
 from shardwise.costs import memory, sent
 from shardwise.costs.arrays import parts
 from shardwise.layouts import gradients
@@ -210,6 +210,7 @@ def test_state_is_what_devices_hold(seed):
 
 
 SMALL = model.Config(vocab=512, embed=64, layers=8, heads=8, kv_heads=4, head_dim=16, mlp=128)
+NARROW = dataclasses.replace(SMALL, dtype=jnp.bfloat16)
 LATENT = dict(latent=12, query_latent=20, kv_heads=8, head_dim=12, rope_dim=4, value_dim=8)
 DEEP = dict(experts=8, capacity_factor=1.25, shared_experts=1, router_bias=True, mlp=32, layers=3)
 DEEP |= LATENT | dict(dense_layers=1, dense_mlp=96)
@@ -440,6 +441,34 @@ def test_flops_are_those_of_the_program(chunks, changes):
     assert expected - causal == 6 * entries * 2 * 64**2
 
 
+PACKED = dict(fsdp=2, context=4), dict(fsdp=4, stage=2, microbatches=2)
+
+
+@pytest.mark.parametrize("sizes", PACKED, ids=str)
+def test_documents_in_a_row_are_held_sent_and_counted(sizes):
+    """MFU counts what each sees of itself, by numbers of pairs; a kernel of one document is out."""
+    each, config = roles.Roles(**sizes), dataclasses.replace(SMALL, stages=sizes.get("stage", 1))
+    layout = compiling.layout_of(each, config, mesh.make(**each.sizes))
+    program = compiling.program_of(each, config, 32, LENGTH, packed=True)
+    made = next(data.batches(32, LENGTH, packed=True))
+    assert {n: (x.shape, x.dtype) for n, x in made.items()} == {
+        n: (x.shape, x.dtype) for n, x in program.batch.items()
+    }
+    held = arrays.of_decoder(config)
+    for part in parts(each, config, held, 32, LENGTH, packed=True):
+        compare(part, layout, program, jax.eval_shape(program.create, KEY))
+    if not layout.stage:
+        counted = measure.collectives(lowered_by(layout, program)).ring_bytes
+        assert math.isclose(sum(s.bytes for s in sent.sent(part)), counted)
+    whole, apart = (plan.plan(config, "h100:8", 32, LENGTH, document=n) for n in (None, 4))
+    pairs = 32 * (LENGTH**2 - LENGTH * 4) / 2
+    entries = config.layers * config.heads * (config.head_dim + config.depth)
+    assert whole.best[0].flops - apart.best[0].flops == 6 * entries * pairs
+    assert whole.best[0].step == apart.best[0].step
+    narrow = (dataclasses.replace(found, config=NARROW) for found in (whole, apart))
+    assert [*map(compiling.kernel, narrow)] == ["cudnn", "tiles"]
+
+
 SLOTS = {
     "expert, context": dict(expert=4, context=2),
     "context over experts": dict(expert=2, context=4),
@@ -479,6 +508,7 @@ def lowered_by(layout, program):
         (("llama3-8b", "v5e:8", 8, 8), "2 axes; write its chips along each"),
         (("llama3-8b", "v5e:2x4", 0, 8), "batch=0; expected 1 or more"),
         (("llama3-8b", "v5e:2x4", 8, -1), "sequence=-1; expected 1 or more"),
+        (("llama3-8b", "v5e:2x4", 8, 8, train.Optimizer(), 9), "document=9 .*; expected 1 to the"),
     ],
 )
 def test_a_mistake_is_named(given_to, told):
@@ -491,13 +521,12 @@ def test_the_compiler_is_given_the_kernel_where_devices_see_whole_sequences():
     context axis cuts the sequence.
     """
     devices = mesh.make(data=8)
-    gpus, narrow = topology.chips("h100:8"), dataclasses.replace(SMALL, dtype=jnp.bfloat16)
-    wide = dataclasses.replace(narrow, head_dim=256)
+    gpus, wide = topology.chips("h100:8"), dataclasses.replace(NARROW, head_dim=256)
     for chips, config, length, kernel in (
         (CHIPS, SMALL, 256, "splash"),
         (CHIPS, SMALL, 96, "tiles"),
         (gpus, SMALL, 256, "tiles"),
-        (gpus, narrow, 96, "cudnn"),
+        (gpus, NARROW, 96, "cudnn"),
         (gpus, wide, 256, "tiles"),
     ):
         assert compiling.kernel(plan.Plan(config, chips, 8, length, (), (), ())) == kernel

@@ -149,12 +149,13 @@ def test_code_and_flags_are_the_layout_that_is_compiled(each, config, chips, ker
     expected = compiling.layout_of(each, config, mesh.make(**each.sizes), kernel)
     optimizer = Optimizer(name="lion", moments="bfloat16") if each.remat else Optimizer()
     given = config, topology.chips(chips), 16, length
-    whole = plan.Plan(*given, (), (), (), optimizer=optimizer)
+    document = 8 if each.remat and kernel != "cudnn" else None
+    whole = plan.Plan(*given, (), (), (), optimizer=optimizer, document=document)
     assert eval(compiling.code(each, whole), names) == expected
     told = settings.flags(argv=shlex.split(compiling.flags(each, whole)))
     assert told.layout.layout() == expected
     assert told.model == dataclasses.replace(config, loss_chunks=each.loss_chunks)
-    assert told.optimizer == optimizer
+    assert told.optimizer == optimizer and told.data.packed == bool(document)
     assert (told.batch, told.sequence, told.ema) == (16, length, None)
 
 
@@ -230,6 +231,7 @@ def test_where_nothing_fits_the_exit_status_says_so(capsys):
         ("--batch", "4X", "--batch '4X'; expected a number above 0, as in 512 rows or 4M tokens"),
         ("--optimizer", "muon", "the optimizer's update multiplies matrices, which layouts gather"),
         ("--sequence", "-5", "--sequence -5; expected 1 or more"),
+        ("--document", "0", "document=0 tokens; expected 1 to the sequence="),
         ("--slices", "0", "--slices 0; expected 1 or more"),
         ("--top", "0", "--top 0; expected 1 or more"),
         ("--only", "stages=2", "--only 'stages=2'; expected sizes of roles, as in stage=4,"),

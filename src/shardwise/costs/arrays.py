@@ -154,6 +154,7 @@ class Part:
     stage: int
     rows: int  # of a microbatch, on a device
     sequence: int  # of the whole row
+    packed: bool = False  # several documents in a row
 
     @property
     def layers(self) -> int:
@@ -197,9 +198,15 @@ class Part:
 
 
 def parts(
-    roles: Roles, config: Config, arrays: Arrays, batch: int, sequence: int
+    roles: Roles,
+    config: Config,
+    arrays: Arrays,
+    batch: int,
+    sequence: int,
+    packed: bool = False,
 ) -> tuple[Part, ...]:
     """The stages that differ: the first, the last, and the one before it for those between."""
     rows = batch // roles.rows // roles.microbatches
     stages = sorted({0, max(0, roles.stage - 2), roles.stage - 1})
-    return tuple(Part(config, arrays, roles, stage, rows, sequence) for stage in stages)
+    given = rows, sequence, packed
+    return tuple(Part(config, arrays, roles, stage, *given) for stage in stages)

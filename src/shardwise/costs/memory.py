@@ -133,8 +133,8 @@ def memory(part: Part, gpu: bool = False) -> Memory:
     """The `Memory` of a device, a GPU or a TPU; of stages, all are alike: they run one program."""
     both = part.held(), part.held(state=True)
     parameters, state = (sum(s.elements * s.array.itemsize for s in held) for held in both)
-    # Of tokens, targets, a mask, and on request places: as `data.batches` makes them.
-    batch = 3 * 4 * part.tokens * part.roles.microbatches
+    # Of tokens, targets, a mask, if packed positions and documents: as `data.batches` makes them.
+    batch = (5 if part.packed else 3) * 4 * part.tokens * part.roles.microbatches
     host = int(part.layers * part.tokens * _between(part)) if part.roles.offload else 0
     terms = _terms_of_stages(part, gpu) if part.roles.stage > 1 else _terms(part, parameters, gpu)
     return Memory(parameters, state, batch, terms, OF_GPUS if gpu else COEFFICIENTS, host)

@@ -37,6 +37,7 @@ class Asked:
         Qwen 2 and 3, Gemma, Phi 3 and 4, OLMo, Granite, SmolLM or DeepSeek.
       batch: rows of a step, of all devices together, or its tokens, as 4M (about).
       sequence: tokens of a row.
+      document: tokens of a document, where several are packed into a row.
       chips: their kind and shape, such as v5p:4x4x8 (128 TPUs) or h100:16x8 (16 nodes of 8
         GPUs). Left out: which kinds, and how many of each, would do.
       slices: of these TPUs, joined by the data centre's network.
@@ -60,6 +61,7 @@ class Asked:
     model: str | None = None
     batch: str | None = None
     sequence: int | None = None
+    document: int | None = None
     chips: str | None = None
     slices: int = 1
     only: str = ""
@@ -84,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
         if getattr(asked, shown):
             _refuse(asked, others, f"cannot stand beside --{shown}")
     if asked.own is not None:
-        flags = "model batch sequence optimizer moments count memory-of tokens days"
+        flags = "model batch sequence document optimizer moments count memory-of tokens days"
         _refuse(asked, flags, "is the file's, or not asked: leave it out beside --own")
         if asked.chips is None:
             raise ValueError("plan: --own needs --chips, such as v5e:4x4.")
@@ -93,14 +95,14 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"plan: --{missing[0]} is missing; see shardwise plan --help.")
     tx = Optimizer(name=asked.optimizer or "adamw", moments=asked.moments)
     if asked.chips is None:
-        _refuse(asked, "why explain slices only json compile", "needs --chips")
+        _refuse(asked, "why explain slices only json compile document", "needs --chips")
         if not asked.tokens:
             _refuse(asked, "days", "needs --tokens, such as 15T")
         return _survey(asked, tx)
     _refuse(asked, "memory-of tokens count days", "asks which chips would do; leave --chips out")
     chips = _chips(asked)
     rows, read = _rows(asked.batch, asked.sequence, chips.devices), _config(asked.model)
-    found = plan(read.config, chips, rows, asked.sequence, optimizer=tx)
+    found = plan(read.config, chips, rows, asked.sequence, tx, asked.document)
     return _show(asked, found, asked.model, read.notes)
 
 

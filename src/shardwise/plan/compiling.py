@@ -41,7 +41,7 @@ def kernel(plan: Plan) -> str:
     if plan.chips.chip.node:
         c = plan.config
         narrow = jnp.dtype(c.dtype).itemsize == 2 and c.head_dim % 8 == 0 and c.head_dim <= 128
-        narrow &= c.depth == c.head_dim
+        narrow &= c.depth == c.head_dim and not plan.document
         return "cudnn" if narrow else "tiles"
     return "tiles" if plan.sequence % LANES else "splash"
 
@@ -74,6 +74,7 @@ def code(roles: Roles, plan: Plan) -> str:
 def flags(roles: Roles, plan: Plan) -> str:
     """The flags of `shardwise train` that train the decoder in this layout, with no mean kept."""
     given = {"batch": plan.batch, "sequence": plan.sequence, "ema": None}
+    given |= {"data.packed": True} if plan.document else {}
     said = {"fsdp": 1} | roles.sizes | _settings(roles, plan.config, kernel(plan))
     given |= {f"layout.{name}": value for name, value in said.items()}
     config = dataclasses.replace(plan.config, loss_chunks=roles.loss_chunks)
@@ -101,12 +102,18 @@ def layout_of(roles: Roles, config: Config, mesh: Mesh, kernel: str = "tiles") -
 
 
 def program_of(
-    roles: Roles, config: Config, batch: int, sequence: int, optimizer: Optimizer | None = None
+    roles: Roles,
+    config: Config,
+    batch: int,
+    sequence: int,
+    optimizer: Optimizer | None = None,
+    packed: bool = False,
 ) -> Own:
     """The decoder's program for a layout, which has attention's kernel."""
     config = dataclasses.replace(config, stages=roles.stage, loss_chunks=roles.loss_chunks)
     create, loss, has_aux = model.program(config)
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "mask": jnp.float32}
+    dtypes |= {"documents": jnp.int32, "positions": jnp.int32} if packed else {}
     fields = {name: jax.ShapeDtypeStruct((batch, sequence), x) for name, x in dtypes.items()}
     tx = optimizer and optimizer.transformation()
     return Own(create, loss, tx, fields, has_aux)
@@ -134,7 +141,8 @@ def lowered(each: Roles, plan: Plan) -> tuple[ChipMesh, jax.stages.Lowered]:
     if plan.own:
         job, layout = plan.own, layout_on(mesh.abstract, each, **plan.own.settings)
     else:
-        job = program_of(each, plan.config, plan.batch, plan.sequence, plan.optimizer)
+        given = plan.config, plan.batch, plan.sequence, plan.optimizer, bool(plan.document)
+        job = program_of(each, *given)
         # XLA's compiler knows no cuDNN where no GPU is; where one was, tiles took about as much.
         chosen = "tiles" if plan.chips.chip.node else kernel(plan)
         layout = layout_of(each, plan.config, mesh.abstract, chosen)

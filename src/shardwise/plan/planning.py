@@ -66,9 +66,9 @@ class Candidate:
 class Plan:
     """The layouts that fit, best first; those that are too large; those that cannot be.
 
-    `plan` and `own` return it. `config`, `chips`, `batch`, `sequence` and `optimizer` are what was
-    asked; of a program of your own, `config` and `sequence` are None, and `own` has its `create`,
-    `loss`, `tx` and `batch`.
+    `plan` and `own` return it. `config`, `chips`, `batch`, `sequence`, `optimizer` and `document`
+    are what was asked; of a program of your own, `config` and `sequence` are None, and `own` has
+    its `create`, `loss`, `tx` and `batch`.
     """
 
     config: Config | None
@@ -80,6 +80,7 @@ class Plan:
     refused: tuple[Refusal, ...] = ()
     own: Any = None
     optimizer: Optimizer = ADAMW
+    document: int | None = None
 
     def filled(
         self,
@@ -142,6 +143,7 @@ def plan(
     batch: int,
     sequence: int,
     optimizer: Optimizer = ADAMW,
+    document: int | None = None,
 ) -> Plan:
     """All layouts of `model.Decoder` for `batch` rows of `sequence` tokens in a step, by formula.
 
@@ -159,9 +161,13 @@ def plan(
     roofline. Not planned are programs of your own (see `own`), experts on the axis of another role,
     and stages by other schedules.
 
+    `document` is the number of tokens of each document, where several are packed into a row, with
+    their numbers and positions in the batch. MFU then counts attention within documents. Seconds
+    count a row's as before, since the TPUs' kernel skips no tile of two documents.
+
     Raises:
-      ValueError: no such model or chips; a batch or sequence below 1; an optimizer such as Muon,
-        which gathers matrices whole.
+      ValueError: no such model or chips; a batch or sequence below 1; documents that are longer
+        than a row; an optimizer such as Muon, which gathers matrices whole.
     """
     config = preset(model) if isinstance(model, str) else model
     config = dataclasses.replace(config, remat=False, stages=1, loss_chunks=1)
@@ -169,8 +175,12 @@ def plan(
     for name, value in (("batch", batch), ("sequence", sequence)):
         if value < 1:
             raise ValueError(f"plan: {name}={value}; expected 1 or more.")
-    given = config, of_decoder(config, optimizer), chips, batch, sequence
-    return Plan(config, chips, batch, sequence, optimizer=optimizer).filled(
+    if document is not None and not 1 <= document <= sequence:
+        raise ValueError(
+            f"plan: document={document} tokens; expected 1 to the sequence={sequence} of a row."
+        )
+    given = config, of_decoder(config, optimizer), chips, batch, sequence, document
+    return Plan(config, chips, batch, sequence, optimizer=optimizer, document=document).filled(
         roles.every(chips.devices),
         lambda each: roles.variants(each, batch, chips, not config.experts, sequence),
         lambda each: candidate(each, *given),
@@ -183,10 +193,16 @@ def _order(c: Candidate):
 
 
 def candidate(
-    each: Roles, config: Config, arrays: Arrays, chips: Chips, batch: int, sequence: int
+    each: Roles,
+    config: Config,
+    arrays: Arrays,
+    chips: Chips,
+    batch: int,
+    sequence: int,
+    document: int | None = None,
 ) -> Candidate:
     """The `Candidate` of a layout that can be: what it costs, whether it fits or not."""
-    of_stages = parts(each, config, arrays, batch, sequence)
+    of_stages = parts(each, config, arrays, batch, sequence, packed=bool(document))
     held = memory(of_stages[0], gpu=bool(chips.chip.node))  # of stages, all alike
 
     @functools.cache
@@ -198,5 +214,6 @@ def candidate(
         )
         return largest(by_stage), max(steps, key=lambda s: s.seconds)
 
-    work, peak = model_flops(config, batch, sequence), chips.chip.peak() * chips.devices
+    work = model_flops(config, batch, sequence, document=document)
+    peak = chips.chip.peak() * chips.devices
     return Candidate(each, held, work, peak, costs)

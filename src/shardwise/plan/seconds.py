@@ -91,13 +91,17 @@ class Step:
         return max(terms, key=terms.get)
 
 
-def model_flops(config: Config, batch: int, sequence: int, causal: bool = True) -> float:
+def model_flops(
+    config: Config, batch: int, sequence: int, causal: bool = True, document: int | None = None
+) -> float:
     """The FLOPs of a step that MFU counts (Chowdhery et al., 2022, appendix B).
 
     They are six for each weight that a token is multiplied with, and those of attention over all
     pairs of tokens, or over the half that a `causal` mask lets through; none is computed again.
+    Pairs are of one document, if rows are packed with documents of `document` tokens each.
     """
-    tokens, pairs = batch * sequence, batch * sequence**2 / (2 if causal else 1)
+    tokens = batch * sequence
+    pairs = tokens * (document or sequence) / (2 if causal else 1)
     weights = sum(c.layers * _layer_weights(c, c.experts_per_token) for c in config.stacks)
     weights += config.embed * config.vocab
     scores = config.layers * config.heads * (config.head_dim + config.depth)

@@ -28,6 +28,9 @@ NOTES_OF_OWN = (
     f"{_ROOFLINE}three times the forward pass, or both passes where that is less.",
 )
 NOTE_OF_HOST = "With offload, what enters layers waits on the host between the passes."
+NOTE_OF_DOCUMENTS = (
+    "MFU counts attention within documents; seconds count a whole row's, as the TPUs' kernel does."
+)
 NOTE_OF_GPUS = (
     "Of a GPU's memory a program has what JAX takes when it starts: three quarters, or the share "
     "that XLA_CLIENT_MEM_FRACTION says. NCCL and CUDA need theirs beside it. On a GPU the compiler "
@@ -59,6 +62,7 @@ def text(plan: Plan, top: int) -> str:
     """A text on a plan, with the best layout in words, the `top` best as a table, and the rest."""
     best = plan.best[:top]
     of_tokens = f" of {plan.sequence:,} tokens" if plan.sequence else ""
+    of_tokens += f" in documents of {plan.document:,}" if plan.document else ""
     devices = f"{plan.chips.devices} devices of {plan.usable / _GIB:.1f} GiB"
     fit = f"{len(plan.fitting):,} layouts fit, in {len(plan.best):,} divisions"
     title = f"{plan.batch:,} rows{of_tokens} on {plan.chips}, {devices}: {fit}."
@@ -78,6 +82,7 @@ def text(plan: Plan, top: int) -> str:
 def notes(plan: Plan, shown: Iterable[Candidate]) -> tuple[str, ...]:
     """What has to be known of the numbers of a plan."""
     told = NOTES_OF_OWN if plan.own else NOTES
+    told += (NOTE_OF_DOCUMENTS,) if plan.document else ()
     told += (NOTE_OF_GPUS,) if plan.chips.chip.node else ()
     return told + ((NOTE_OF_HOST,) if any(c.roles.offload for c in shown) else ())
 
@@ -243,7 +248,7 @@ def of_plan(plan: Plan, top: int) -> dict[str, Any]:
     return {
         "chips": str(plan.chips),
         "devices": plan.chips.devices,
-        **_named(plan, "batch sequence"),
+        **_named(plan, "batch sequence document"),
         "usable_bytes": plan.usable,
         "layouts": [_of_layout(plan, c) for c in plan.best[:top]],
         "left_out": {
