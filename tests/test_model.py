@@ -96,7 +96,7 @@ def test_dropout_is_the_same_in_a_scan_and_unrolled():
 
 def test_dropout_keeps_the_mean():
     x = jnp.ones((100, 100))
-    dropped = model.drop(x, 0.25, jax.random.key(0))
+    dropped = layers.drop(x, 0.25, jax.random.key(0))
     assert set(np.unique(dropped).round(4)) == {0.0, np.float32(4 / 3).round(4)}
     # 10,000 draws: the mean's standard deviation is 0.006.
     assert abs(dropped.mean() - 1) < 0.03
@@ -127,7 +127,7 @@ def test_packed_documents_do_not_see_each_other():
 
 def test_rotary_scores_depend_on_distance_only():
     q, k = np.random.default_rng(0).normal(size=(2, 8)).astype(np.float32)
-    rotary = jax.jit(lambda x: model.rotary(x, jnp.arange(10)[None]))
+    rotary = jax.jit(lambda x: layers.rotary(x, jnp.arange(10)[None]))
     turned = [np.asarray(rotary(np.broadcast_to(x, (1, 10, 1, 8)))) for x in (q, k)]
     scores = np.einsum("bshd,bthd->st", *turned)
     for distance in range(10):

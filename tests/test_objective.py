@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import IN_FULL, marked
 
-from shardwise import fsdp, layouts, marks, measure, mesh, model, objective, rules, train
+from shardwise import fsdp, layers, layouts, marks, measure, mesh, model, objective, rules, train
 from shardwise.objective import Mean
 from shardwise.objective.parts import split
 
@@ -550,7 +550,7 @@ def test_the_decoders_dropout_is_one_devices_in_every_part(key):
 
 def masks(batch, key):
     """Which entries the model would drop, row by row."""
-    return model.drop(jnp.ones((len(batch["x"]), 3, 5)), 0.4, key)
+    return layers.drop(jnp.ones((len(batch["x"]), 3, 5)), 0.4, key)
 
 
 @pytest.mark.parametrize("key", marked(KEYS, {"typed"}))
@@ -627,7 +627,7 @@ def test_draws_by_place_and_by_shape_do_not_mix():
 
 def test_an_index_of_rows_that_no_array_has_is_named():
     def loss(params, batch, key):
-        return jnp.mean(model.drop(outputs(params, batch)[None], 0.5, key))
+        return jnp.mean(layers.drop(outputs(params, batch)[None], 0.5, key))
 
     with pytest.raises(ValueError, match=r"'rows', 1.*this part of the batch has \[2\] entries"):
         fsdp.value_and_grad(loss, LINE)(

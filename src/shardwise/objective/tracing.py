@@ -125,13 +125,13 @@ def _by_place(found, places):
         raise ValueError(
             f"the loss draws some random numbers by place (marks.index) and others by the shape of "
             f"its part, {by_shape[0]}: the former want the batch's own key, the latter one for "
-            f"each part. Draw all of them by place, as model.drop does, or none."
+            f"each part. Draw all of them by place, as layers.drop does, or none."
         )
     for labels, shape in from_key if places is not None else ():
         if "rows" in labels and SEQUENCE not in labels and places.shape[1] in shape:
             raise ValueError(
                 f"the loss draws random numbers of shape {shape}, and the sequence is cut, "
                 f"{places.shape[1]} entries to a part: each part would draw the same for its own. "
-                f"Draw by place, from marks.index('sequence', size) too, as model.drop does."
+                f"Draw by place, from marks.index('sequence', size) too, as layers.drop does."
             )
     return not by_shape

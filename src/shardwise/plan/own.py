@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from shardwise import jaxprs, layouts, marks, measure, topology
 from shardwise import tree as trees
 from shardwise.costs.arrays import Roles
-from shardwise.costs.memory import COUNTS, Memory, Terms
+from shardwise.costs.memory import COUNTS, Memory
+from shardwise.costs.terms import Terms
 from shardwise.layouts.meanings import meanings
 from shardwise.layouts.placing import abstract, array_layouts
 from shardwise.layouts.sent import LayoutLedger

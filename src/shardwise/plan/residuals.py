@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from shardwise import jaxprs, marks
-from shardwise.costs.memory import Terms
+from shardwise.costs.terms import Terms
 from shardwise.fsdp.arrays import ArrayLayout
 from shardwise.jaxprs import Equation
 from shardwise.topology.slices import to_host

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shardwise.costs.memory import Terms
+from shardwise.costs.terms import Terms
 from shardwise.measure import counts
 from shardwise.plan import compiling, runs
 from shardwise.plan.planning import Candidate, Plan
@@ -38,7 +38,7 @@ NOTE_OF_GPUS = (
     "logits: so much is asked to fit, but of stages. cuDNN's kernel takes rows of one document. "
     "Of losses in chunks only a few programs were compiled for GPUs."
 )
-# What each term of `costs.memory.Terms` is, in a few words.
+# What each term of `costs.terms.Terms` is, in a few words.
 _MEANT = Terms(
     gradients="gradients of the device's shares",
     weights="weights gathered, or cast, for use",

@@ -1,0 +1,273 @@
+"""The bytes that a step needs beside parameters and state, term by term, of TPUs and of GPUs.
+
+Each is what a count of arrays says; `costs.memory` has how many copies of it compilers keep.
+"""
+
+import collections
+import operator
+from typing import NamedTuple
+
+from shardwise.costs.arrays import EXPERT, Part
+from shardwise.costs.ledger import WIDE
+from shardwise.costs.sent import passed, slots
+
+_LANES = 128  # of a TPU's vector registers, to which the last axis of an array is filled up
+_FEW = 8192  # tokens: of more, or twice as many, programs for TPUs have copies at the loss
+# Of `_in_layer`, what GPUs' compiler works on in a backward pass: four arrays of the MLP's width,
+# gradients of some heads, and what enters products, whole, with gradients. By least squares too.
+_WORKED_ON = 1.0, 2.5, 1.4, 4 / 6
+
+
+class Terms(NamedTuple):
+    """The bytes that a step needs beside parameters and state, by term.
+
+    At any time: `weights` whole, in the dtype of use, of one layer with remat, else of all, and of
+    the head, with all layers' shares where they are cast before they are gathered; `kept`
+    activations from forward to backward, of all live microbatches; `summed`, the gradients of the
+    device's shares where those of microbatches are added up.
+
+    At the loss: `logits`, for TPUs the head's gradient plus the larger of it and the logits, in the
+    dtype of use, with the compiler's copies; for GPUs the larger of logits and that gradient; of a
+    loss in chunks the head's gradient in float32 plus the larger of a chunk's logits and an array
+    like the head. `beside` is what a GPU may have there besides, since its compiler times kernels:
+    the logits' gradient, the head's in the dtype of use, and the share that is kept.
+
+    In a layer's backward pass: `gradients` of the device's shares; `layer`, all that one layer's
+    backward pass has; `around`, the sum of an activation whole, as tensor's products need it, and
+    half of one cut, as it is between them; `ring`, what goes around a context axis, there and
+    arriving; `dispatch`, rows on their way to experts and back; `whole`, the gradients of a layer's
+    experts, and beside latent attention of all its weights, before fsdp scatters them. In that of
+    latent attention alone: `heads`, q, k, v and output of all heads, filled up to whole lanes.
+
+    Of stages: `pending`, what the half of a backward that the stage before waits for leaves to the
+    half that yields the weights' gradients. A task is a forward, a backward or half of one, of one
+    microbatch on one stage; `task` is the most that one leaves for a later one of its device.
+    """
+
+    gradients: float = 0.0
+    weights: float = 0.0
+    kept: float = 0.0
+    layer: float = 0.0
+    around: float = 0.0
+    logits: float = 0.0
+    ring: float = 0.0
+    dispatch: float = 0.0
+    summed: float = 0.0
+    pending: float = 0.0
+    task: float = 0.0
+    beside: float = 0.0
+    whole: float = 0.0
+    heads: float = 0.0
+
+
+def terms(part: Part, parameters: int, gpu: bool) -> Terms:
+    """The `Terms` of a step without stages, of a device that holds `parameters` bytes of these.
+
+    With offload two layers' inputs are kept, one of them on its way. The TPU compiler takes the
+    last layer out of the loop and gathers ahead for it: there are three layers' weights, and half
+    as much again of `around` and `ring`.
+    """
+    r, (weights, head) = part.roles, _weights(part)
+    inside = max((_in_layer(each, gpu) for each in part.stacks), key=sum)
+    bodies, ahead = (3, 1.5) if r.offload else (1, 1)
+    kept = part.layers * part.tokens * _entered(part)
+    if r.offload:
+        kept *= min(2, part.layers) / part.layers
+    elif not r.remat:
+        kept = sum(each.layers * sum(_in_layer(each, gpu)) for each in part.stacks)
+    whole = part.tokens * part.config.embed * part.itemsize
+    return Terms(
+        gradients=parameters,
+        weights=weights * min(bodies, part.layers) + head + _cast(part),
+        kept=kept,
+        layer=sum(map(operator.mul, _WORKED_ON, inside)) if gpu else sum(inside),
+        around=ahead * (whole + whole / r.tensor / 2) if r.tensor > 1 else 0,
+        logits=_logits(part, head, gpu),
+        ring=ahead * _ring(part) if r.context > 1 else 0,
+        dispatch=_dispatch(part) if part.config.experts else 0,
+        summed=parameters if r.microbatches > 1 else 0,
+        beside=_beside(part, head) if gpu else 0,
+        whole=_whole(part) if r.microbatches == r.tensor == 1 else 0,
+        heads=part.tokens * _filled(part) if part.config.latent else 0,
+    )
+
+
+def of_stages(part: Part, gpu: bool) -> Terms:
+    """The `Terms` of a step in stages.
+
+    `weights` has what is in no layer, gathered over stages for the step. `kept` are slots: one
+    for each stage, with what a forward task keeps, without remat the gathered weights too; one for
+    what the last stage's end leaves, float32 logits and its norm; arrived activation and cotangent.
+    """
+    c, r, used = part.config, part.roles, part.itemsize
+    weights, head = _weights(part)
+    # Along tensor whole: so the compiler lays it out, to scatter its gradient over stages.
+    ends = sum(s.array.size // s.fsdp for s in part.held() if not s.array.stacked)
+    entered = part.layers * part.tokens * between(part)
+    kept = entered if r.remat else part.layers * sum(_in_layer(part, gpu)) + weights
+    last = part.tokens * c.embed * (3 * WIDE + used) / r.tensor + _of_vocabulary(part) * WIDE
+    live = min(r.microbatches, r.stage)  # but one of what the last stage leaves besides
+    pending = part.layers * _pending(part) + part.tokens * c.embed * (WIDE + used)
+    pending += _of_vocabulary(part) * used
+    return Terms(
+        weights=ends * WIDE + head + weights / (1 if r.remat else part.layers),
+        kept=live * kept + last + sum(passed(part)),
+        summed=sum(share.used for share in part.held()) * WIDE,
+        pending=pending,
+        task=max(kept + last, pending),
+    )
+
+
+def _pending(part):
+    """The bytes that a layer's backward pass leaves from its half that goes on to the stage before
+    to the half that yields the weights' gradients; done again, all that it was computed from too.
+    """
+    c, t, used, again = part.config, part.roles.tensor, part.itemsize, part.roles.remat
+    norms = (1 + again) * _normed(c) * (WIDE + used) / t
+    heads = (1 + again) * c.heads * c.depth + c.kv_heads * (c.head_dim + c.depth)
+    heads *= used / t
+    wide, rows = (2 + 2 * again) * c.mlp * (c.shared_experts if c.experts else 1), 0
+    if c.experts:
+        wide += (2 + again) * c.mlp * slots(part)
+        rows = 2 * c.embed * slots(part) * used + c.experts * WIDE
+    return part.tokens * (norms + heads + rows + wide * used / t)
+
+
+def _weights(part):
+    """(bytes of the layers' parameters, bytes of the head's) as used, gathered or cast. The
+    embedding is read before all else, and gone, unless it is the head too. With remat one layer's
+    are there at a time; of stacks that differ, those of the largest layer.
+    """
+    held, again = part.held(), part.roles.remat
+    ends = (s for s in held if not s.array.stacked and part.ends(s.array))
+    stacked = (s for s in held if s.array.stacked)
+    each = ((s, s.whole // (s.array.shape[0] // s.stages if again else 1)) for s in stacked)
+    layers = (max if again else sum)(_by_stack(part, each))
+    return layers, sum(s.whole * part.itemsize for s in ends)
+
+
+def _by_stack(part, elements):
+    """The bytes as used of each stack of layers, of pairs of a share and a number of elements."""
+    found = collections.Counter()
+    for share, size in elements:
+        found[share.array.path.split("/")[0]] += size * part.itemsize
+    return found.values()
+
+
+def _cast(part):
+    """The bytes of layers' shares in the dtype of use: all are cast before the loop over layers."""
+    gathered = (s for s in part.held() if s.array.stacked and s.fsdp > 1)
+    return part.itemsize * sum(s.elements for s in gathered if part.itemsize < s.array.itemsize)
+
+
+def _of_vocabulary(part):
+    """The number of logits on a device."""
+    return part.tokens * part.config.vocab // part.roles.tensor
+
+
+def _logits(part, head, gpu):
+    """The bytes of logits or, after them, of the head's gradient; of TPUs of both. Of a loss in
+    chunks, those of one chunk, and the head's gradient in float32, and in the dtype of use.
+
+    Where context cuts no tokens, programs for TPUs have copies of the gathered head beside the
+    logits, as their compiler lists them: four of more than 16,384 tokens, or in a loop over
+    microbatches one of more than 8,192. Around a tensor axis it takes the head's products in parts,
+    which come from both sides: around four devices or more, two parts of each of three products.
+    There the logits' gradient lies beside the logits, too, in another order of its axes: of more
+    than 8,192 tokens, uncut by context; around two devices of more than 16,384 in eight rows or
+    more (a guess, by some ten programs).
+    """
+    logits, r = _of_vocabulary(part) * part.itemsize, part.roles
+    some, many = (part.tokens > n * _FEW for n in (1, 2))
+    if r.loss_chunks > 1:
+        return head * WIDE / part.itemsize + max(logits / r.loss_chunks, head)
+    if gpu:
+        return max(logits, head)
+    copies = (head * some if r.microbatches > 1 else head * 4 * many) * (r.context == 1)
+    if r.tensor > 1:
+        parts = 3 * 2 / r.tensor + (some and r.context == 1)
+        copies = logits * (parts if r.tensor >= 4 else many and part.rows >= 8)
+    return head + max(logits + copies, head)
+
+
+def _beside(part, head):
+    """The bytes of the logits' gradient, of the head's in the dtype of use, and of the device's
+    share of that in the parameters' own.
+    """
+    ends = (s for s in part.held() if not s.array.stacked and part.ends(s.array))
+    shares = sum(s.elements * s.array.itemsize for s in ends)
+    logits = _of_vocabulary(part) * part.itemsize / part.roles.loss_chunks
+    return logits + head + shares
+
+
+def between(part: Part) -> float:
+    """The bytes of a token where it enters a layer, cut over the tensor axis."""
+    return part.config.embed * part.itemsize / part.roles.tensor
+
+
+def _entered(part):
+    """The bytes of a token that a recomputed layer keeps: what enters, and on request the products
+    to q, k and v, attention's end, gate and up, and of down where a norm follows.
+    """
+    c, t = part.config, part.roles.tensor
+    ends = 1 + (c.norms != "before")
+    kept = (c.heads + c.kv_heads) * c.head_dim + c.kv_heads * c.depth
+    kept += ends * c.embed + 2 * c.mlp + c.latent + c.query_latent + (c.rope_dim if c.latent else 0)
+    return between(part) + (kept * part.itemsize / t if part.roles.products else 0)
+
+
+def _ring(part):
+    """The bytes of K, V and their float32 gradients, twice: worked on, and arriving; and of q's."""
+    c, used = part.config, part.itemsize
+    around = 2 * c.kv_heads * (c.head_dim + c.depth) * (used + WIDE)
+    return part.tokens * (around + c.heads * c.head_dim * WIDE) / part.roles.tensor
+
+
+def _dispatch(part):
+    """The bytes of rows for their experts and of the results, each way: as chosen, in the dtype of
+    use and, for gathers and scatters, in words of 32 bits; in the experts' slots; and of the
+    experts' width two arrays that no product is fused with.
+    """
+    c, used, n = part.config, part.itemsize, part.roles.tensor
+    chosen = 2 * c.experts_per_token * c.embed * (used + WIDE)
+    return part.tokens * (chosen + 2 * slots(part) * used * (c.embed + c.mlp / n))
+
+
+def _whole(part):
+    """The bytes of the gradients of a layer's experts, or of all its weights beside latent
+    attention, whole along fsdp, in the dtype of use. Not seen in a loop over microbatches, whose
+    sums are counted, or beside tensor, whose products are taken in parts.
+    """
+    cut = (s for s in part.held() if s.array.stacked and s.fsdp > 1)
+    if not part.config.latent:
+        cut = (s for s in cut if EXPERT in s.array.names)
+    return max(_by_stack(part, ((s, s.whole // s.array.shape[0]) for s in cut)), default=0)
+
+
+def _filled(part):
+    """The bytes of a token's q, k, v and attention's output, in lanes of 128 entries."""
+    c = part.config
+    lanes = sum(-(-size // _LANES) * _LANES for size in (c.head_dim, c.depth))
+    return (c.heads + c.kv_heads) * lanes * part.itemsize
+
+
+def _normed(c):
+    """The number of a token's entries in a layer that are normed."""
+    heads = (c.heads + c.kv_heads) * c.head_dim if c.qk_norm else c.latent + c.query_latent
+    return (4 if c.norms == "both" else 2) * c.embed + heads
+
+
+def _in_layer(part, gpu):
+    """The bytes that one layer keeps for its backward pass, where nothing is recomputed, in as many
+    stacks as compilers keep: in each norm three float32 copies, which GPUs' compiler has transposed
+    too where they are of one row; what enters products, whole; q, k, v and what attention makes of
+    them, but no scores; six arrays of the MLP's width (gate, its sigmoid, up and products of them).
+    """
+    c, t, used = part.config, part.roles.tensor, part.itemsize
+    copies = 6 if gpu and part.rows == t == part.roles.context == 1 else 3
+    norms = copies * _normed(c) * WIDE / t
+    entered = 2 * c.embed + (2 * c.embed * slots(part) if c.experts else 0)
+    entered = (entered + c.latent + c.query_latent) * used
+    heads = (c.heads + c.kv_heads) * (c.head_dim + c.depth) * used / t + c.heads * WIDE / t
+    wide = c.mlp * (slots(part) + c.shared_experts if c.experts else 1)
+    return [part.tokens * x for x in (norms, entered, heads, 6 * wide * used / t)]
