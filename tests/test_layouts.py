@@ -25,6 +25,7 @@ from shardwise import (
     mesh,
     model,
     objective,
+    rules,
     tensor,
 )
 from shardwise import tree as trees
@@ -836,6 +837,15 @@ def test_what_latent_attention_sends_along_tensor_is_no_guess():
     shapes = jax.eval_shape(model.program(dataclasses.replace(CONFIG, **sizes))[0], KEY)
     with pytest.raises(ValueError, match="tensor axis has no formula"):
         layouts.predict(layouts.LAYOUTS["tensor"](4), shapes, batches()[0])
+
+
+def test_what_parameters_without_logical_axes_send_along_tensor_is_said_to_be_left_out():
+    over = rules.PathRules((r"", jax.sharding.PartitionSpec(None, "model")))
+    layout = layouts.Layout(mesh.make(fsdp=2, model=2), fsdp="fsdp", tensor="model", over=over)
+    shapes = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
+    with pytest.warns(UserWarning, match="tensor is not counted, since .* heads, kv_heads, head_"):
+        said = layouts.predict(layout, shapes, jax.ShapeDtypeStruct((8, 8), jnp.float32))
+    assert said.sent.keys() == {("fsdp",)} and said.held["parameters"] == 64
 
 
 @pytest.mark.parametrize("zero, sends", [(1, 2 + 4), (2, 2 + 2 * 2), (3, 2 * (2 + 2))])

@@ -57,7 +57,8 @@ def predict(
     gradients, attention, by the parameters' logical axes heads, kv_heads and head_dim. A mixture's
     dispatch depends on what a router chooses, and is left out (`experts.bytes_sent`). Along the
     tensor axis it is Megatron's formula (`tensor.bytes_sent`), with what rematerialised layers send
-    again; it takes the axis embed too, and a tree that lacks one of the four counts nothing there.
+    again; it takes the axis embed too. A tree that lacks one of the four counts nothing there, and
+    a warning says so.
     Left out is one gather, of what enters the head, that a loss in chunks
     (`model.Config.loss_chunks`) does again with `sequence`.
 

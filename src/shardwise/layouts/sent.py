@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import math
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from shardwise.objective.means import wide
 from shardwise.rules.rule import specs, used_axes
 
 TASKS = "forward", "to_input", "to_weights"
+ATTENTION = "heads", "kv_heads", "head_dim"  # logical axes
 
 
 class LayoutLedger(Ledger):
@@ -53,7 +55,15 @@ class LayoutLedger(Ledger):
         if not layout.context and not layout.tensor:
             return
         model = _Model.of(layout, shapes, here or jax.tree.leaves(shapes))
-        if not model.sizes.keys() >= {"heads", "kv_heads", "head_dim"}:
+        lacking = [name for name in (*ATTENTION, "embed") if name not in model.sizes]
+        if layout.tensor and lacking:
+            warnings.warn(
+                f"layouts.predict: what is sent along tensor is not counted, since no parameter "
+                f"carries {', '.join(lacking)} as a logical axis; measure.collectives counts it in "
+                f"the compiled program.",
+                stacklevel=4,
+            )
+        if not model.sizes.keys() >= {*ATTENTION}:
             if not layout.context:
                 return
             raise ValueError(
@@ -69,7 +79,7 @@ class LayoutLedger(Ledger):
                 "layouts.predict: what latent attention sends along a tensor axis has no formula "
                 "here; measure.collectives counts it in the compiled program."
             )
-        if layout.tensor and "embed" in model.sizes:
+        if layout.tensor and not lacking:
             self._tensor(model, rows, length // layout.size("context"), again, *ends)
 
     def stages(self, shapes, batch, again: bool, loss, has_aux: bool, place: int) -> None:
