@@ -27,6 +27,7 @@ from shardwise import (
     objective,
     rules,
     tensor,
+    train,
 )
 from shardwise import tree as trees
 from shardwise.layouts import catalogue, first_call
@@ -516,10 +517,21 @@ def test_arrays_that_do_not_divide_are_left_whole_and_told_or_refused(by):
         layouts.place(dataclasses.replace(layout, uneven="error"), params)
 
 
-@pytest.mark.parametrize("make", [layouts.value_and_grad, layouts.value])
-def test_a_loss_in_the_place_of_the_layout_is_named(make):
-    with pytest.raises(TypeError, match=r"layouts\.value\w*: .*abs.* is no Layout; it comes first"):
-        make(abs, layouts.Layout(mesh.make(data=8), data="data"))
+ONES = {"w": jnp.ones(8)}
+GIVEN = dict(value_and_grad=[abs], value=[abs], place=[ONES], describe=[ONES])
+GIVEN |= dict(init=[abs, "tx", KEY], step=[abs, "tx"], predict=[ONES, ONES, "tx"])
+GIVEN |= dict(shardings=[ONES, "tx"])
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_what_stands_in_the_place_of_a_layout_or_an_optimizer_is_named(name):
+    make, given = getattr(layouts, name), GIVEN[name]
+    with pytest.raises(TypeError, match=rf"layouts\.{name}: .*abs.* is no Layout; it comes first"):
+        make(abs, *given)
+    if "tx" in given:
+        given = [train.Optimizer() if isinstance(x, str) else x for x in given]
+        with pytest.raises(TypeError, match=rf"layouts\.{name}: .* is no optimizer as optax has"):
+            make(layouts.Layout(mesh.make(data=8), data="data"), *given)
 
 
 def test_heads_have_to_divide():

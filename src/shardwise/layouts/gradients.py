@@ -16,7 +16,7 @@ from shardwise.fsdp.arrays import ArrayLayout, laid_out, without
 from shardwise.fsdp.gathering import How, all_gather, cast, scatter
 from shardwise.fsdp.using import Use, reads, use_of
 from shardwise.layouts import exact
-from shardwise.layouts.layout import Layout
+from shardwise.layouts.layout import Layout, check_given
 from shardwise.layouts.meanings import marked, meanings, order
 from shardwise.layouts.placing import array_layouts, expert_rule, parameter_rule
 from shardwise.objective.parts import Division, check_cut
@@ -29,8 +29,7 @@ def mean_and_grad(layout: Layout, loss, has_aux, aux, who, backward=True) -> Cal
 
     It is jitted, but for exact layouts. Without `backward` the gradient may be None.
     """
-    if not isinstance(layout, Layout):
-        raise TypeError(f"{who}: {layout!r} is no Layout; it comes first, and the loss after it.")
+    check_given(who, layout)
     if layout.exact:
         return exact.mean_and_grad(layout, loss, has_aux, aux, who, backward)
     if layout.by_hand and not layout.stage:

@@ -247,3 +247,14 @@ class Layout:
             "reduce_dtype= is that of reductions by hand; the compiler reduces in the dtype that "
             "it computes in.",
         )
+
+
+def check_given(who: str, layout: Any, tx: Any = None) -> None:
+    """Raise a TypeError if `layout` is no `Layout`, or `tx`, if given, no optimizer of optax's."""
+    if not isinstance(layout, Layout):
+        raise TypeError(f"{who}: {layout!r:.80} is no Layout; it comes first.")
+    if tx is not None and not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(
+            f"{who}: {tx!r:.80} is no optimizer as optax has them, with init and update. (Of a "
+            f"train.Optimizer give what its transformation() returns.)"
+        )

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from shardwise import rules
-from shardwise.layouts.layout import Layout
+from shardwise.layouts.layout import Layout, check_given
 from shardwise.layouts.placing import abstract, array_layouts, parameter_rule, shardings
 from shardwise.layouts.sent import LayoutLedger
 from shardwise.rules.placement import Description
@@ -77,6 +77,7 @@ def predict(
         latent attention, or neither `over` nor a logical axis that it cuts; arrays that do not
         divide, as `place` raises it; a loss that cannot be cut into stages.
     """
+    check_given("layouts.predict", layout, tx)
     again = (layout.remat is not None) if remat is None else remat
     # What a compiler is asked for, the same layout by hand would send.
     asked = {} if layout.by == "hand" else dict(by="hand", attention="all_gather", kernel=None)
@@ -101,6 +102,7 @@ def predict(
 
 def describe(layout: Layout, params: Any) -> Description:
     """How `params` lie, which may be abstract: the `Description` that `rules.describe` returns."""
+    check_given("layouts.describe", layout)
     _whole(layout, array_layouts(layout, params), abstract(params), "layouts.describe")
     return rules.describe(parameter_rule(layout), params, layout.auto)
 

@@ -15,7 +15,7 @@ from shardwise import mesh, rules
 from shardwise import tree as trees
 from shardwise.fsdp.arrays import laid_out
 from shardwise.layouts import exact, first_call, gradients, placing
-from shardwise.layouts.layout import Layout
+from shardwise.layouts.layout import Layout, check_given
 from shardwise.layouts.matrices import whole_in_products
 from shardwise.layouts.placing import parameter_rule, state_rule
 
@@ -29,6 +29,7 @@ def shardings(layout: Layout, params: Any, tx: Any = None) -> Any:
     Raises:
       ValueError: an array that a role cannot cut, by its path, with the size that would do.
     """
+    check_given("layouts.shardings", layout, tx)
     found = placing.shardings(layout, params, tx, "layouts.shardings")
     return jax.tree.map(lambda to: NamedSharding(layout.mesh, to.spec), found)
 
@@ -39,6 +40,7 @@ def place(layout: Layout, tree: Any) -> Any:
     Raises:
       ValueError: as `shardings`.
     """
+    check_given("layouts.place", layout)
 
     def lay(tree):
         traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
@@ -62,6 +64,7 @@ def init(layout: Layout, create: Callable, tx: Any, key: jax.Array) -> tuple[Any
     Raises:
       ValueError: as `shardings`.
     """
+    check_given("layouts.init", layout, tx)
 
     def make(key):
         shapes = jax.eval_shape(create, key)
@@ -167,6 +170,7 @@ def step(
         another aux.
       ValueError: with `frozen`, new values of other paths or shapes than those parameters have.
     """
+    check_given("layouts.step", layout, tx)
     if frozen is not None:
         loss, has_aux, aux = _apart(loss), True, ("mean", aux)
     mean_and_grad = gradients.mean_and_grad(layout, loss, has_aux, aux, "layouts.step")
