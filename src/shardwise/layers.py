@@ -30,7 +30,7 @@ class Config:
 
     Raises:
       ValueError: a value that is not allowed, or sizes that do not fit each other, as the fields
-        say; `heads` is a multiple of `kv_heads`, `layers` of `stages`, and `head_dim` is even.
+        say; `heads` is a multiple of `kv_heads`, `stages` at most `layers`, and `head_dim` is even.
     """
 
     vocab: int = 256
@@ -50,7 +50,7 @@ class Config:
     #: Whether a bias is added to scores to choose experts, only there. It has no gradient: after a
     #: step call `experts.rebalanced`, by the "loads" of `model.routed_loss`.
     router_bias: bool = False
-    stages: int = 1  #: Stages of a pipeline, with `marks.stage_boundary` between their layers.
+    stages: int = 1  #: Stages of a pipeline, with `marks.stage_boundary` between their `spans`.
     dropout: float = 0.0  #: Probability, below 1, that an entry of a sublayer's output is dropped.
     dtype: jnp.dtype = jnp.float32  #: Of activations, and of weights where they are used.
     param_dtype: jnp.dtype = jnp.float32  #: Of weights as they are held.
@@ -88,6 +88,16 @@ class Config:
         """The config of each stack of equal layers: of the dense ones, if any, and of others."""
         return _stacks(self) if self.dense_layers else (self,)
 
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """The (first layer, end) of each stage. Where stages do not divide the layers, those in the
+        middle have one more: the first stage has the embedding besides, and the last the head.
+        """
+        each, more = divmod(self.layers, self.stages)
+        first = (self.stages - more) // 2
+        ends = [(s + 1) * each + min(max(s + 1 - first, 0), more) for s in range(self.stages)]
+        return tuple(zip([0, *ends[:-1]], ends, strict=True))
+
     def _mistakes(self) -> Iterator[tuple[str, Any, str]]:
         """(field, whether it is wrong, what it has to be) of each."""
         sizes = ("vocab", "embed", "layers", "heads", "kv_heads", "head_dim", "mlp", "stages")
@@ -100,7 +110,7 @@ class Config:
         for name, known in _CHOICES.items():
             yield name, getattr(self, name) not in known, " or ".join(map(repr, known))
         yield "heads", self.heads % self.kv_heads, f"a multiple of kv_heads={self.kv_heads}"
-        yield "layers", self.layers % self.stages, f"a multiple of stages={self.stages}"
+        yield "stages", self.stages > self.layers, f"at most layers={self.layers}"
         turned = self.rope_dim or self.head_dim
         out = turned % 2 or turned > self.head_dim
         yield "rope_dim" if self.rope_dim else "head_dim", out, "even, and at most head_dim"
@@ -124,7 +134,6 @@ class Config:
         n, most = self.dense_layers, self.layers - 1 if self.experts else 0
         yield "dense_layers", n > most, f"at most {most}, so that layers of experts follow"
         yield "dense_mlp", bool(n) != bool(self.dense_mlp), "above 0 with dense_layers, else 0"
-        yield "stages", n and self.stages > 1, "1 with dense_layers, since stages take equal layers"
         out = factor is not None and not factor > 0
         yield "capacity_factor", out, "above 0, or None for no drops"
 
@@ -134,7 +143,8 @@ def _stacks(config):
     n = config.dense_layers
     dense = dict(layers=n, mlp=config.dense_mlp, experts=0, shared_experts=0)
     each = dense | dict(capacity_factor=None), dict(layers=config.layers - n)
-    return tuple(dataclasses.replace(config, dense_layers=0, dense_mlp=0, **x) for x in each)
+    alone = dict(dense_layers=0, dense_mlp=0, stages=1)
+    return tuple(dataclasses.replace(config, **alone | x) for x in each)
 
 
 class Linear(nnx.Module):

@@ -133,14 +133,18 @@ def _shares(arrays, roles, state):
 
 def _share(array, r):
     """A device's part of an array as `layouts` cuts it: stages take the first axis that divides,
-    that of layers where there is one, and fsdp another, if one is left.
+    that of layers where there is one, and fsdp another; if none is left that divides, the same.
     """
     over, axes = dict.fromkeys(TENSOR, r.tensor) | {EXPERT: r.expert}, range(len(array.shape))
-    staged = dividing(array.shape, axes, r.stage)[:1] if r.stage > 1 and len(axes) > 1 else []
-    parts = {i: over.get(array.names[i], 1) for i in axes if i not in staged}
+    staged = dividing(array.shape, axes, r.stage) if r.stage > 1 and len(axes) > 1 else []
+    if array.stacked and 0 not in staged:
+        staged = [i for i in staged if over.get(array.names[i], 1) == 1]
+    parts = {i: over.get(array.names[i], 1) for i in axes if i not in staged[:1]}
     free = [i for i, n in parts.items() if n == 1 and i >= array.stacked]
     stages = r.stage if staged else 1
-    fsdp = r.fsdp if array.size > 1 and dividing(array.shape, free, r.fsdp) else 1
+    shared = [i for i in staged[:1] if i >= array.stacked]
+    divides = dividing(array.shape, free, r.fsdp) or dividing(array.shape, shared, r.fsdp * stages)
+    fsdp = r.fsdp if array.size > 1 and divides else 1
     return Share(array, array.size // (math.prod(parts.values()) * fsdp * stages), fsdp, stages)
 
 

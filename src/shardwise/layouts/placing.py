@@ -27,7 +27,7 @@ def _over(layout):
         table[EXPERTS] = entry_of(layout.expert)
     if layout.tensor and layout.over is None:
         table |= dict.fromkeys(layout.cut, entry_of(layout.tensor))
-    stages = over_stages(layout) if layout.stage else None
+    stages = Stages(layout, table) if layout.stage else None
     named = Named(table) if table else None
     found = [rule for rule in (stages, layout.over, named) if rule is not None]
     return Together(*found) if len(found) > 1 else next(iter(found), None)
@@ -74,18 +74,23 @@ class Together(Rule):
         return [Choice(P(*(next(filter(None, on), None) for on in axes))) for axes in each]
 
 
-def over_stages(layout: Layout) -> rules.PolicyRule:
+class Stages(Rule):
     """The rule that cuts each array of two axes or more over stages, along the first that divides.
 
     That is the one of layers where they are stacked; what is not in layers is gathered for a step.
+    Of layers that do not divide, it is one with no name in `table`, which another rule cuts.
     """
-    parts = layout.size("stage")
 
-    def policy(path, x):
-        places = [i for i, size in enumerate(jnp.shape(x)) if size and size % parts == 0]
-        return P(*[None] * places[0], *layout.stage) if places and jnp.ndim(x) > 1 else P()
+    def __init__(self, layout: Layout, table: dict):
+        self.axes, self.size, self.table = layout.stage, layout.size("stage"), table
 
-    return rules.PolicyRule(policy)
+    def choose(self, leaf: Leaf, mesh: Mesh) -> Choice:
+        axes = leaf.axes or [None] * len(leaf.shape)
+        places = [i for i, n in enumerate(leaf.shape) if n and n % self.size == 0]
+        if axes[:1] == (trees.LAYERS,) and 0 not in places:
+            places = [i for i in places if axes[i] not in self.table]
+        at = places and len(leaf.shape) > 1
+        return Choice(P(*[None] * places[0], *self.axes) if at else P())
 
 
 def parameter_rule(layout: Layout, zero: int = 3) -> rules.FSDPRule:
@@ -101,6 +106,7 @@ def parameter_rule(layout: Layout, zero: int = 3) -> rules.FSDPRule:
         pick="first" if layout.by_hand else "largest",
         stacked=layout.stacked,
         uneven=layout.uneven,
+        beside=layout.stage if layout.by_hand else (),
     )
 
 

@@ -135,15 +135,17 @@ class Decoder(nnx.Module):
     def _layers(self, x, key, places):
         c = self.config
         keys = None if key is None or c.dropout == 0 else jax.random.split(key, c.layers)
-        n, size, routings = c.dense_layers, (c.layers - c.dense_layers) // c.stages, []
-        if n:
-            x, _ = self._run(self.dense, slice(None), x, keys if keys is None else keys[:n], places)
-        for first in range(0, c.layers - n, size):
-            x = marks.stage_boundary(x) if first else x
-            own = keys if keys is None else keys[n + first : n + first + size]
-            x, routing = self._run(self.blocks, slice(first, first + size), x, own, places)
-            routings.append(routing)
-        return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *routings)
+        stacks, routings = [(self.dense, 0, c.dense_layers)] if c.dense_layers else [], []
+        stacks.append((self.blocks, c.dense_layers, c.layers))
+        for stage, (first, end) in enumerate(c.spans):
+            x = marks.stage_boundary(x) if stage else x
+            for stack, start, stop in stacks:
+                a, b = max(first, start), min(end, stop)
+                if a < b:
+                    own = keys if keys is None else keys[a:b]
+                    x, routing = self._run(stack, slice(a - start, b - start), x, own, places)
+                    routings += [] if routing is None else [routing]
+        return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *routings or [None])
 
     def _run(self, stack, rows, x, keys, places):
         """(x after the layers in these rows of a stack, their routing)."""

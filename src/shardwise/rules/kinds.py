@@ -180,7 +180,8 @@ class FSDPRule(Rule):
     `stacked(path)` is true. An array without names, if `stacked` is None, may have layers along
     axis 0 where it has three axes or more: then axis 0 is cut only if no other axis divides, and
     only with `uneven="replicate"`. Axes that `over`, another rule, has cut are left alone, as in
-    `FSDPRule("fsdp", over=tensor)`.
+    `FSDPRule("fsdp", over=tensor)`; but for one that `over` has cut over the mesh axes `beside`,
+    where no other divides: each part along `axis` is then cut over these.
 
     Raises:
       ValueError: another `pick` or `uneven`; when called, the mesh lacks the axis, or a large array
@@ -194,6 +195,7 @@ class FSDPRule(Rule):
     stacked: Callable | None = None
     names: Any = None
     uneven: str = "error"
+    beside: tuple = ()
 
     def __post_init__(self):
         if self.stacked is not None and not callable(self.stacked):
@@ -226,11 +228,22 @@ class FSDPRule(Rule):
         self.check_not_factored(leaf)
         entries = [*spec, *[None] * (len(leaf.shape) - len(spec))]
         free = [i for i, entry in enumerate(entries) if entry is None]
+        if both := self._shared(leaf, entries, free, mesh):
+            entries[both[0]] = (*axes_of(self.axis), *self.beside)
+            return Choice(PartitionSpec(*entries))
         if not (fits := self._dividing(leaf, free, parts(mesh, self.axis))):
             return Choice(spec, f"no axis divides by {self.axis!r}")
         i = fits[0] if self.pick == "first" else max(fits, key=lambda i: (leaf.shape[i], i))
         entries[i] = self.axis
         return Choice(PartitionSpec(*entries))
+
+    def _shared(self, leaf, entries, free, mesh):
+        """The axes that are cut over `beside`, and divide once more, if none that is free does."""
+        inner = [i for i in range(len(leaf.shape)) if not self._layers(leaf, i)]
+        if dividing(leaf.shape, [i for i in inner if i in free], parts(mesh, self.axis)):
+            return []
+        cut = [i for i in inner if entries[i] and axes_of(entries[i]) == self.beside]
+        return dividing(leaf.shape, cut, parts(mesh, (*axes_of(self.axis), *self.beside)))
 
     def stacks(self, tree: Any) -> list[bool]:
         """A list with a bool for each array of `tree`, whether axis 0 is known to be of layers."""
