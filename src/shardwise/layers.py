@@ -93,10 +93,7 @@ class Config:
         """The (first layer, end) of each stage. Where stages do not divide the layers, those in the
         middle have one more: the first stage has the embedding besides, and the last the head.
         """
-        each, more = divmod(self.layers, self.stages)
-        first = (self.stages - more) // 2
-        ends = [(s + 1) * each + min(max(s + 1 - first, 0), more) for s in range(self.stages)]
-        return tuple(zip([0, *ends[:-1]], ends, strict=True))
+        return spans(self.layers, self.stages)
 
     def _mistakes(self) -> Iterator[tuple[str, Any, str]]:
         """(field, whether it is wrong, what it has to be) of each."""
@@ -145,6 +142,15 @@ def _stacks(config):
     each = dense | dict(capacity_factor=None), dict(layers=config.layers - n)
     alone = dict(dense_layers=0, dense_mlp=0, stages=1)
     return tuple(dataclasses.replace(config, **alone | x) for x in each)
+
+
+@functools.cache
+def spans(layers: int, stages: int) -> tuple[tuple[int, int], ...]:
+    """`Config.spans` of so many layers and stages."""
+    each, more = divmod(layers, stages)
+    first = (stages - more) // 2
+    ends = [(s + 1) * each + min(max(s + 1 - first, 0), more) for s in range(stages)]
+    return tuple(zip([0, *ends[:-1]], ends, strict=True))
 
 
 class Linear(nnx.Module):

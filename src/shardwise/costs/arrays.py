@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from shardwise import tree as trees
+from shardwise.layers import spans
 from shardwise.model import Config
 from shardwise.rules.kinds import dividing
 
@@ -108,22 +109,15 @@ class Arrays:
 
 
 class Share(NamedTuple):
-    """A device's `elements` of an array, and into how many parts fsdp and stages cut it."""
+    """A device's `elements` of an array, into how many parts fsdp and stages cut it, and along
+    which axis stages do, None if they do not.
+    """
 
     array: Array
     elements: int
     fsdp: int
     stages: int
-
-    @property
-    def used(self) -> int:
-        """The elements in a step. Stages gather what is in no layer before the first tick."""
-        return self.elements * (1 if self.array.stacked else self.stages)
-
-    @property
-    def whole(self) -> int:
-        """The elements where it is read, gathered over fsdp."""
-        return self.used * self.fsdp
+    along: int | None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -141,11 +135,12 @@ def _share(array, r):
         staged = [i for i in staged if over.get(array.names[i], 1) == 1]
     parts = {i: over.get(array.names[i], 1) for i in axes if i not in staged[:1]}
     free = [i for i, n in parts.items() if n == 1 and i >= array.stacked]
-    stages = r.stage if staged else 1
+    stages, along = (r.stage, staged[0]) if staged else (1, None)
     shared = [i for i in staged[:1] if i >= array.stacked]
     divides = dividing(array.shape, free, r.fsdp) or dividing(array.shape, shared, r.fsdp * stages)
     fsdp = r.fsdp if array.size > 1 and divides else 1
-    return Share(array, array.size // (math.prod(parts.values()) * fsdp * stages), fsdp, stages)
+    elements = array.size // (math.prod(parts.values()) * fsdp * stages)
+    return Share(array, elements, fsdp, stages, along)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,18 +153,27 @@ class Part:
     stage: int
     rows: int  # of a microbatch, on a device
     sequence: int  # of the whole row
+    span: tuple[int, int]  # of layers
     packed: bool = False  # several documents in a row
 
     @property
     def layers(self) -> int:
-        return self.config.layers // self.roles.stage
+        return self.span[1] - self.span[0]
 
     @functools.cached_property
     def stacks(self) -> tuple["Part", ...]:
-        """The part of each stack of equal layers: of the first, dense ones, and of the others."""
+        """The part of each stack of equal layers that it has: of the dense ones, and of others."""
         if not self.config.dense_layers:
             return (self,)
-        return tuple(dataclasses.replace(self, config=c) for c in self.config.stacks)
+        n, of = self.config.dense_layers, self.config.stacks
+        spans = [_within(self.span, *ends) for ends in ((0, n), (n, self.config.layers))]
+        pairs = zip(of, spans, strict=True)
+        return tuple(dataclasses.replace(self, config=c, span=x) for c, x in pairs if x[0] < x[1])
+
+    @property
+    def routed(self) -> int:
+        """The number of layers with experts."""
+        return sum(s.layers for s in self.stacks if s.config.experts)
 
     @functools.cached_property
     def itemsize(self) -> int:
@@ -194,6 +198,27 @@ class Part:
         """Whether the end of the model reads a parameter that is in no layer."""
         return self.config.tied or not array.is_embedding
 
+    def rows(self, array: Array) -> list[tuple[int, int]]:
+        """Of an array of layers the (first, end) of those that each stage has."""
+        first = 0 if array.path.startswith("dense") else self.config.dense_layers
+        every = spans(self.config.layers, self.roles.stage)
+        found = (_within(span, first, first + array.shape[0]) for span in every)
+        return [(a - first, b - first) for a, b in found]
+
+    def used(self, share: Share) -> int:
+        """The elements of a share in a step: of layers the stage's own; of others, which stages
+        gather before the first tick, all.
+        """
+        whole, array = share.elements * share.stages, share.array
+        if not array.stacked or self.roles.stage == 1:
+            return whole
+        first, end = self.rows(array)[self.stage]
+        return whole * (end - first) // array.shape[0]
+
+    def whole(self, share: Share) -> int:
+        """The elements of a share where it is read, gathered over fsdp."""
+        return self.used(share) * share.fsdp
+
     def held(self, state: bool = False) -> tuple[Share, ...]:
         """The `Share` of each parameter, or with `state` of each array of the optimizer's state."""
         r = self.roles
@@ -209,8 +234,16 @@ def parts(
     sequence: int,
     packed: bool = False,
 ) -> tuple[Part, ...]:
-    """The stages that differ: the first, the last, and the one before it for those between."""
-    rows = batch // roles.rows // roles.microbatches
-    stages = sorted({0, max(0, roles.stage - 2), roles.stage - 1})
-    given = rows, sequence, packed
-    return tuple(Part(config, arrays, roles, stage, *given) for stage in stages)
+    """The stages that differ: the first, the last, and of those between one with most layers."""
+    rows, own = batch // roles.rows // roles.microbatches, spans(config.layers, roles.stage)
+    between = reversed(range(1, roles.stage - 1))
+    stages = {0, roles.stage - 1, max(between, key=lambda s: own[s][1] - own[s][0], default=0)}
+    return tuple(
+        Part(config, arrays, roles, s, rows, sequence, own[s], packed) for s in sorted(stages)
+    )
+
+
+def _within(span, first, end):
+    """The part of a span between two ends; empty where it lies outside."""
+    a, b = max(span[0], first), min(span[1], end)
+    return a, max(a, b)

@@ -4,6 +4,7 @@ They are those that `layouts.predict` tells of layouts by hand, with what a reco
 along tensor once more, and of experts what the TPU compiler inserts.
 """
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ import jax
 from shardwise import context, experts, tensor
 from shardwise.costs.arrays import EXPERT, TENSOR, Part
 from shardwise.costs.ledger import WIDE, Ledger, Sent, passes
+from shardwise.layers import spans
 from shardwise.measure.counts import Op, parted
 
 
@@ -21,7 +23,7 @@ def sent(part: Part) -> tuple[Sent, ...]:
     r, held, used = part.roles, part.held(), part.itemsize
     ledger = Ledger(r.sizes)
     for share in (share for share in held if share.fsdp > 1):
-        ledger.weights(("fsdp",), share.whole, used, used, _passes(part, share.array))
+        ledger.weights(("fsdp",), part.whole(share), used, used, _passes(part, share.array))
     for share in held:
         apart = ("fsdp",) * (share.fsdp > 1) + ("expert",) * (EXPERT in share.array.names)
         ledger.sum("gradients", _copied(part, apart), share.elements * WIDE)
@@ -75,7 +77,8 @@ def passed(part: Part) -> tuple[float, float]:
     """Bytes of (an activation, its cotangent) on their way round the ring of stages, whole along
     tensor; with what all routers before decided, for the last stage's balance of experts.
     """
-    c, before = part.config, part.layers * (part.roles.stage - 1) * part.tokens
+    c, (last, _) = part.config, spans(part.config.layers, part.roles.stage)[-1]
+    before = max(0, last - c.dense_layers) * part.tokens
     whole, gradients = part.tokens * c.embed * part.itemsize, 4 * c.experts * before
     chosen = 5 * c.experts_per_token * before if c.experts else 0
     return whole + gradients + chosen, whole + gradients
@@ -85,10 +88,11 @@ def sends(part: Part) -> tuple[float, float]:
     """What goes along stages by 1f1b, for `Ledger.pipeline`, as `pipeline.Program.sends` has it.
 
     Parameters in no layer are gathered before the first tick, and their gradients scattered after
-    the last; of what no axis divides, these are summed.
+    the last; of what no axis divides, these are summed. Layers that lie elsewhere than they are
+    read go there, and their gradients back; stages with fewer than others send as many.
     """
     m, n = part.roles.microbatches, part.roles.stage
-    moved = ticks(part) * sum(passed(part))
+    moved = ticks(part) * sum(passed(part)) + _layers_moved(part)
     for share in part.held():
         if share.stages == 1:
             moved += 2 * share.elements * WIDE * (n - 1) / n
@@ -97,13 +101,45 @@ def sends(part: Part) -> tuple[float, float]:
     return moved, m * (2 * WIDE + _counts(part.config))
 
 
+def _layers_moved(part):
+    """The bytes of layers that `sends` has. Of arrays that are cut along other axes, those of one
+    shape travel together: a device has as many places as any stage reads of these.
+    """
+    n, moved, together = part.roles.stage, 0.0, {}
+    for share in (s for s in part.held() if s.array.stacked and s.stages > 1):
+        array, rows = share.array, part.rows(share.array)
+        each = share.elements * n / array.shape[0] * (array.itemsize + WIDE)
+        readers = [stage for stage, (first, end) in enumerate(rows) if first < end]
+        if share.along == 0 and len(readers) > 1:
+            moved += _elsewhere(rows, array.shape[0] // n) * each
+            continue
+        alone = len(readers) == 1  # then all of the array goes there
+        key = array.shape[not alone :], array.names, share.along, alone
+        sizes, places = together.setdefault(key, ([], collections.Counter()))
+        sizes += [(end - first) * each for first, end in rows]
+        places.update(readers)
+    for sizes, places in together.values():
+        moved += max(places.values()) * max(sizes) * (n - 1) / n
+    return moved
+
+
+def _elsewhere(rows, each):
+    """The most rows that a device sends on each way, if it holds `each` and stages read `rows`."""
+    counts = collections.Counter()
+    for stage, ends in enumerate(rows):
+        for owner in (row // each for row in range(*ends)):
+            counts[(stage - owner) % len(rows), owner] += 1
+    hops = {hop for hop, _ in counts if hop}
+    return sum(max(k for (hop, _), k in counts.items() if hop == h) for h in hops)
+
+
 def _experts(part):
     """The bytes of tokens to their experts and back, in all passes (see `experts.bytes_sent`)."""
     c, r = part.config, part.roles
     given = part.rows, part.sequence // r.context, c.embed, c.experts_per_token, c.experts, r.expert
     told = c.capacity_factor, "all_to_all", part.itemsize
     once = experts.bytes_sent(*given, *told, sequence=r.context)
-    return r.microbatches * (part.layers - c.dense_layers) * (2 + r.remat) * once
+    return r.microbatches * part.routed * (2 + r.remat) * once
 
 
 def _choices(part):
@@ -114,7 +150,7 @@ def _choices(part):
     c, n, again = part.config, part.roles.context, part.roles.remat
     if not c.experts:
         return 0
-    layers = part.layers - c.dense_layers
+    layers = part.routed
     gathers = layers * (1 + again) * c.experts_per_token + 1 + layers * again
     loads = 2 * part.rows * layers * c.experts * WIDE / n
     return part.roles.microbatches * (n - 1) * (gathers * part.tokens * 4 + loads)

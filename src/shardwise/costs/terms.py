@@ -104,15 +104,19 @@ def of_stages(part: Part, gpu: bool) -> Terms:
     # Along tensor whole: so the compiler lays it out, to scatter its gradient over stages.
     ends = sum(s.array.size // s.fsdp for s in part.held() if not s.array.stacked)
     entered = part.layers * part.tokens * between(part)
-    kept = entered if r.remat else part.layers * sum(_in_layer(part, gpu)) + weights
+    kept = entered
+    if not r.remat:
+        kept = sum(each.layers * sum(_in_layer(each, gpu)) for each in part.stacks) + weights
     last = part.tokens * c.embed * (3 * WIDE + used) / r.tensor + _of_vocabulary(part) * WIDE
     live = min(r.microbatches, r.stage)  # but one of what the last stage leaves besides
-    pending = part.layers * _pending(part) + part.tokens * c.embed * (WIDE + used)
+    pending = sum(each.layers * _pending(each) for each in part.stacks) + part.tokens * c.embed * (
+        WIDE + used
+    )
     pending += _of_vocabulary(part) * used
     return Terms(
         weights=ends * WIDE + head + weights / (1 if r.remat else part.layers),
         kept=live * kept + last + sum(passed(part)),
-        summed=sum(share.used for share in part.held()) * WIDE,
+        summed=sum(map(part.used, part.held())) * WIDE,
         pending=pending,
         task=max(kept + last, pending),
     )
@@ -141,9 +145,15 @@ def _weights(part):
     held, again = part.held(), part.roles.remat
     ends = (s for s in held if not s.array.stacked and part.ends(s.array))
     stacked = (s for s in held if s.array.stacked)
-    each = ((s, s.whole // (s.array.shape[0] // s.stages if again else 1)) for s in stacked)
+    each = ((s, part.whole(s) // (_layers(part, s) if again else 1)) for s in stacked)
     layers = (max if again else sum)(_by_stack(part, each))
-    return layers, sum(s.whole * part.itemsize for s in ends)
+    return layers, sum(part.whole(s) * part.itemsize for s in ends)
+
+
+def _layers(part, share):
+    """The number of a stack's layers that the stage has; 1 where it has none of these."""
+    first, end = part.rows(share.array)[part.stage]
+    return max(1, end - first)
 
 
 def _by_stack(part, elements):
@@ -241,7 +251,7 @@ def _whole(part):
     cut = (s for s in part.held() if s.array.stacked and s.fsdp > 1)
     if not part.config.latent:
         cut = (s for s in cut if EXPERT in s.array.names)
-    return max(_by_stack(part, ((s, s.whole // s.array.shape[0]) for s in cut)), default=0)
+    return max(_by_stack(part, ((s, part.whole(s) // s.array.shape[0]) for s in cut)), default=0)
 
 
 def _filled(part):

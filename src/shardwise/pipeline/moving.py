@@ -23,8 +23,9 @@ Place = tuple[int, int, Rows]  # a carrier's number, the place there, the rows o
 class Carrier:
     """Pieces of one shape, parameters or rows of them, of which each is read by one stage alone.
 
-    `table` [devices, places] has the number of the piece that a device has at each of its places,
-    or -1. Without one, the one piece is a parameter that several stages read: all have all of it.
+    Pieces with fewer rows than others travel with zeros after them. `table` [devices, places] has
+    the number of the piece that a device has at each of its places, or -1. Without one, the one
+    piece is a parameter that several stages read: all have all of it.
     """
 
     axis: str
@@ -50,8 +51,8 @@ class Carrier:
             return [x if self.cut is None else jax.lax.all_gather(x, self.axis, **whole)]
         if self._by_rows:
             found = self._exchanged(held[self.leaf])
-            return [found[c * self._size : (c + 1) * self._size] for c in range(self.places)]
-        parts = [held[i] if ends is None else held[i][slice(*ends)] for i, ends in self.pieces]
+            return [found[c * self.size : (c + 1) * self.size] for c in range(self.places)]
+        parts = [held[i] if ends is None else self._rows(held[i], ends) for i, ends in self.pieces]
         if (self.table < 0).any() or self.cut is not None:
             parts.append(jnp.zeros_like(parts[0]))  # the one of number -1
         if self.cut is None:
@@ -66,7 +67,7 @@ class Carrier:
         if self._by_rows:
             away = sum(len(taken[0]) for pairs, taken, _ in self._hops(shape[0] // self.n) if pairs)
             return away * math.prod(shape[1:]) * itemsize
-        size = math.prod(shape) if ends is None else self._size * math.prod(shape[1:])
+        size = math.prod(shape) if ends is None else self.size * math.prod(shape[1:])
         copies = self.places if self.cut is not None else 2 * back * len(self.pieces)
         return copies * size * itemsize * (self.n - 1) / self.n
 
@@ -76,13 +77,17 @@ class Carrier:
         return self.cut == 0 and self.pieces[0][1] is not None
 
     @property
-    def _size(self):
-        first, last = self.pieces[0][1]
-        return last - first
+    def size(self) -> int:
+        """The rows of a place, of pieces that are rows."""
+        return max(last - first for _, (first, last) in self.pieces)
+
+    def _rows(self, x, ends):
+        found = x[slice(*ends)]
+        return jnp.pad(found, [(0, self.size - len(found))] + [(0, 0)] * (x.ndim - 1))
 
     def _exchanged(self, x):
         """[places * size, ...]: the rows of pieces, of `x` on all devices."""
-        hops, rows = list(self._hops(len(x))), self._size * self.places
+        hops, rows = list(self._hops(len(x))), self.size * self.places
         (pairs, taken, put), *more = hops
         if rows == len(x) and not (more or pairs) and (taken == put).all():
             return x  # all are where they are read
@@ -102,14 +107,14 @@ class Carrier:
         n, moves = self.n, []  # each: the device that holds a row, where; that reads it, where
         for (device, c), k in np.ndenumerate(self.table):
             for to, row in enumerate(range(*self.pieces[k][1]) if k >= 0 else ()):
-                moves.append((row // rows, row % rows, device, c * self._size + to))
+                moves.append((row // rows, row % rows, device, c * self.size + to))
         moves = np.array(moves)
         distance = (moves[:, 2] - moves[:, 0]) % n
         for hop in sorted(set(distance.tolist())):
             own = [moves[(distance == hop) & (moves[:, 0] == d)] for d in range(n)]
             most = max(map(len, own))
             taken = np.zeros((n, most), np.int32)
-            put = np.tile(self._size * self.places + np.arange(most, dtype=np.int32), (n, 1))
+            put = np.tile(self.size * self.places + np.arange(most, dtype=np.int32), (n, 1))
             for d, found in enumerate(own):  # the rest is put beyond the end, and dropped
                 taken[d, : len(found)], put[(d + hop) % n, : len(found)] = found[:, 1], found[:, 3]
             yield [(d, (d + hop) % n) for d in range(n) if len(own[d])] if hop else [], taken, put
@@ -138,8 +143,9 @@ def carriers(
     """(the carriers; for each stage, where each of its parameters is).
 
     `read[s]` has the parameters that stage s reads, and of each the rows. Pieces travel together if
-    their shapes and what `shares` has `alike` are the same. A parameter whose rows devices share
-    (`shares.rows`) is never taken apart: a task takes its rows of all.
+    their shapes (but for the number of rows) and what `shares` has `alike` are the same. A
+    parameter whose rows devices share (`shares.rows`) is never taken apart: a task takes its rows
+    of all.
     """
     n, found, where = max(device_of) + 1, [], {}
     readers = collections.Counter(i for own in read for i in own)
@@ -148,7 +154,7 @@ def carriers(
         for i, ends in own.items():
             key, x = i, leaves[i]
             if not (readers[i] > 1 if ends is None else shares.rows(i)):
-                shape = x.shape if ends is None else (ends[1] - ends[0], *x.shape[1:])
+                shape = x.shape[ends is not None :]
                 one = i if ends is not None and held[i] == 0 else None
                 key = shape, x.dtype, held[i], ends is None, one, shares.alike(i)
             groups.setdefault(key, []).append((s, i))
@@ -159,10 +165,14 @@ def carriers(
             where |= {(s, i): (number, 0, read[s][i]) for s, i in members}
             continue
         table, taken = np.full((n, len(members)), -1, np.int32), [0] * n
-        for k, (s, i) in enumerate(members):
-            device = device_of[s]
-            table[device, taken[device]], where[s, i] = k, (number, taken[device], None)
-            taken[device] += 1
         pieces = tuple((i, read[s][i]) for s, i in members)
+        for k, (s, _) in enumerate(members):
+            table[device_of[s], taken[device_of[s]]] = k
+            taken[device_of[s]] += 1
         found.append(Carrier(axis, n, pieces, table[:, : max(taken)], held[leaf]))
+        for k, (s, i) in enumerate(members):
+            ends, ((_, place),) = pieces[k][1], np.argwhere(table == k)
+            rows = None if ends is None else ends[1] - ends[0]
+            own = None if ends is None or rows == found[-1].size else (0, rows)
+            where[s, i] = number, int(place), own
     return found, [[where[s, i] for i in own] for s, own in enumerate(read)]

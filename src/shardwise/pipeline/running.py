@@ -177,9 +177,11 @@ class Run:
     def added(self, stage, sums, grads, row):
         """The sums with a task's gradients in them."""
         shares, whole, places = self.program.shares, [], self.places(stage, row)
-        for i, g, (_, _, ends) in zip(stage.rows, grads, places, strict=True):
+        for i, g, (c, _, ends) in zip(stage.rows, grads, places, strict=True):
             if ends is not None:
-                zeros = jnp.zeros((shares.rows(i), *g.shape[1:]), g.dtype)
+                carrier = self.program.carriers[c]
+                rows = shares.rows(i) if carrier.table is None else carrier.size
+                zeros = jnp.zeros((rows, *g.shape[1:]), g.dtype)
                 g = zeros.at[slice(*ends)].set(g)
             whole.append(g)
         # Tied, or the TPU compiler moves scatters out of the task, or fails to (libtpu 0.0.41).
