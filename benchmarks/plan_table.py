@@ -73,7 +73,10 @@ kept, by three programs that fill at most a seventh of their chips.
 
 DeepSeek's decoders, V2 Lite, V2 and V3, came later, with latent attention. Eight programs of them
 and of Qwen 3 30B, the last eight of the next table, taught what a layer's whole gradients and wide
-heads need; no others of them are judged yet.
+heads need. Then {number_of_latent} were drawn by the seed {seed_of_latent}, which was committed
+before any of these was compiled. {verdict_of_latent}
+
+{latent}
 
 The same for the models on which the coefficients were fitted.
 
@@ -140,7 +143,7 @@ class Asked(NamedTuple):
 CHOSEN, DRAWN = Asked(0.15, 0.35, 0.2, True), Asked(0.15, 0.30, 1.0, False)
 _ON_TPUS = Asked(0.10, 0.18, 1.0, False)
 OF_TPUS = {"chosen": CHOSEN} | dict.fromkeys(("tpu", "newer", "last"), _ON_TPUS)
-UNTAUGHT = "fourth"  # a draw that hardly a rule was changed by: told, and not judged
+UNTAUGHT = "fourth", "latent"  # draws that hardly a rule was changed by: told, and not judged
 _TAUGHT = 6  # of the fourth draw, compiled before all rules stood
 
 
@@ -189,7 +192,7 @@ def verdicts(
 
 def found_of(found: Mapping[str, plan.Candidate], which: str) -> dict[str, plan.Candidate]:
     """Those of one draw, of those to fit, or of those chosen, by how their names begin."""
-    others = ("fitted", UNTAUGHT, *(n for n in OF_TPUS if n != "chosen"))
+    others = ("fitted", *UNTAUGHT, *(n for n in OF_TPUS if n != "chosen"))
     if which == "chosen":
         return {n: c for n, c in found.items() if not n.startswith(others)}
     return {n: c for n, c in found.items() if n.startswith(which)}
@@ -201,9 +204,9 @@ def page(
     """The book's page: what the record has, beside the formula as it is."""
     told = {n: " ".join(v.told) for n, v in verdicts(cases, found, record).items()}
     tables = {
-        n: memory_of(cases, found_of(found, n), record) for n in (*OF_TPUS, UNTAUGHT, "fitted")
+        n: memory_of(cases, found_of(found, n), record) for n in (*OF_TPUS, *UNTAUGHT, "fitted")
     }
-    unseen = dict([*found_of(found, UNTAUGHT).items()][_TAUGHT:])
+    unseen = dict([*found_of(found, "fourth").items()][_TAUGHT:])
     return PAGE.format(
         dates=dates(record),
         versions=versions(record),
@@ -212,6 +215,9 @@ def page(
         verdict_of_newer=told["newer"],
         verdict_of_last=told["last"],
         verdict_of_fourth=" ".join(verdict(cases, unseen, record, _ON_TPUS).told),
+        verdict_of_latent=" ".join(
+            verdict(cases, found_of(found, "latent"), record, _ON_TPUS).told
+        ),
         left=_left(record),
         sent=_sent(record),
         seed=DRAWS["tpu"].seed,
@@ -222,6 +228,8 @@ def page(
         number_of_last=DRAWS["last"].number,
         seed_of_fourth=DRAWS["fourth"].seed,
         number_of_fourth=DRAWS["fourth"].number,
+        seed_of_latent=DRAWS["latent"].seed,
+        number_of_latent=DRAWS["latent"].number,
         **tables,
     )
 
