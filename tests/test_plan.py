@@ -144,6 +144,36 @@ def test_bytes_of_stages_are_those_of_the_layout(seed):
         compare(part, layout, program, shapes)
 
 
+SMALL = model.Config(vocab=512, embed=64, layers=8, heads=8, kv_heads=4, head_dim=16, mlp=128)
+NARROW = dataclasses.replace(SMALL, dtype=jnp.bfloat16)
+LATENT = dict(latent=12, query_latent=20, kv_heads=8, head_dim=12, rope_dim=4, value_dim=8)
+DEEP = dict(experts=8, capacity_factor=1.25, shared_experts=1, router_bias=True, mlp=32, layers=3)
+DEEP |= LATENT | dict(dense_layers=1, dense_mlp=96)
+MIXED = dict(experts=8, capacity_factor=1.25)
+SIZES = {"dense first": DEEP | dict(layers=5, dense_layers=2), "latent": LATENT | dict(layers=3)}
+SIZES |= {"wide": dict(layers=7), "few": dict(layers=5), "experts": dict(layers=5, **MIXED)}
+ALONG = dict(stage=2, fsdp=4), dict(stage=4, fsdp=2), dict(stage=2, fsdp=2, expert=2)
+ALONG += dict(stage=2, fsdp=2, data=2), dict(stage=4, data=2)
+UNEQUAL = [
+    (name, along, remat)
+    for (name, changes), along, remat in itertools.product(SIZES.items(), ALONG, (True, False))
+    if changes["layers"] >= along["stage"] and ("expert" not in along or "experts" in changes)
+]
+
+
+@pytest.mark.parametrize("name, along, remat", marked(UNEQUAL, UNEQUAL[:1], 3), ids=str)
+def test_bytes_of_unequal_stages_are_those_of_the_layout(name, along, remat):
+    each = roles.Roles(**along, microbatches=4, remat=remat)
+    config = dataclasses.replace(SMALL, **SIZES[name])
+    layout = compiling.layout_of(each, config, mesh.make(**each.sizes))
+    program = compiling.program_of(each, config, 64, LENGTH)
+    shapes = jax.eval_shape(program.create, KEY)
+    found = gradients.program(layout, program.loss, program.has_aux, shapes, program.batch)
+    for part in parts(each, config, arrays.of_decoder(config), 64, LENGTH):
+        compare(part, layout, program, shapes)
+        assert sent.sends(part) == pytest.approx(found.sends())
+
+
 # Of those drawn first, one for each choice of axes, microbatches and what is computed again.
 LOWERED = [(0, seed) for seed in (1, 2, 4, 5, 7, 10, 11)]
 LOWERED += [(1, seed) for seed in (0, 1, 3, 4, 5, 6, 8, 10, 11)]
@@ -209,11 +239,6 @@ def test_state_is_what_devices_hold(seed):
     assert set(measure.bytes_on_devices(state).values()) == {found.state}
 
 
-SMALL = model.Config(vocab=512, embed=64, layers=8, heads=8, kv_heads=4, head_dim=16, mlp=128)
-NARROW = dataclasses.replace(SMALL, dtype=jnp.bfloat16)
-LATENT = dict(latent=12, query_latent=20, kv_heads=8, head_dim=12, rope_dim=4, value_dim=8)
-DEEP = dict(experts=8, capacity_factor=1.25, shared_experts=1, router_bias=True, mlp=32, layers=3)
-DEEP |= LATENT | dict(dense_layers=1, dense_mlp=96)
 LATENT_ROLES = dict(fsdp=2, expert=2, context=2, remat=True), dict(fsdp=8, microbatches=2)
 LATENT_ROLES += dict(data=2, context=4), dict(expert=4, context=2, microbatches=2, remat=True)
 
@@ -328,7 +353,8 @@ REFUSED = {
     "mlp": (dict(tensor=4, data=2), dict(mlp=102), 64, 64, "mlp=102 over 4"),
     "no experts": (dict(expert=8), {}, 64, 64, "needs a mixture"),
     "experts": (dict(expert=8), dict(experts=4), 64, 64, "experts=4 over 8 devices; 1, 2, 4"),
-    "layers": (dict(stage=8), dict(layers=12), 64, 64, "layers=12 over 8 devices; 1, 2, 3, 4, 6"),
+    "layers": (dict(stage=8), dict(layers=7), 64, 64, "7 layers and 8 stages"),
+    "latent": (dict(tensor=8), LATENT, 64, 64, "no formula here"),
     "rows": (dict(data=2, fsdp=4), {}, 12, 64, "rows=12 over 8 devices; 1, 2, 3, 4, 6, 12 divide"),
     "few rows": (dict(stage=4, data=2), {}, 4, 64, "2 rows on a device, of 4, and 4 stages"),
     "sequence": (dict(context=8), {}, 64, 24, "over 16 devices"),
@@ -369,7 +395,6 @@ def test_the_bubble_and_the_slots_are_those_of_the_schedule(p, more):
     assert table.slots == {"act": 1, "cot": 1, "kept": p, "pend": 1}
 
 
-MIXED = dict(experts=8, capacity_factor=1.25)
 STAGED = {"kept": (False, {}), "remat": (True, {}), "remat, experts": (True, MIXED)}
 
 
@@ -401,7 +426,7 @@ def test_what_stages_keep_is_what_the_program_keeps(name):
 
 
 def test_dense_layers_beside_experts_are_counted_each_by_itself():
-    """Without latent attention, too; in FLOPs, in memory, and refused beside tensor and stages."""
+    """Without latent attention, too; in FLOPs, in memory, and refused beside tensor."""
     sizes = dict(experts=8, capacity_factor=1.25, layers=3, mlp=32)
     config = dataclasses.replace(SMALL, **sizes, dense_layers=1, dense_mlp=2048)
     mixed, dense = (
@@ -419,7 +444,7 @@ def test_dense_layers_beside_experts_are_counted_each_by_itself():
     layers = [memory.memory(x).terms.layer for x in others]
     assert memory.memory(part).terms.layer == max(layers) == layers[1]
     found = plan.plan(config, "v5e:2x4", 32, LENGTH)
-    assert found.fitting and not any(c.roles.tensor * c.roles.stage > 1 for c in found.fitting)
+    assert found.fitting and not any(c.roles.tensor > 1 for c in found.fitting)
 
 
 @pytest.mark.parametrize("chunks, changes", [(1, {}), (8, {}), (1, LATENT)])

@@ -166,8 +166,8 @@ class Part:
         if not self.config.dense_layers:
             return (self,)
         n, of = self.config.dense_layers, self.config.stacks
-        spans = [_within(self.span, *ends) for ends in ((0, n), (n, self.config.layers))]
-        pairs = zip(of, spans, strict=True)
+        own = [_within(self.span, *ends) for ends in ((0, n), (n, self.config.layers))]
+        pairs = zip(of, own, strict=True)
         return tuple(dataclasses.replace(self, config=c, span=x) for c, x in pairs if x[0] < x[1])
 
     @property
@@ -198,7 +198,7 @@ class Part:
         """Whether the end of the model reads a parameter that is in no layer."""
         return self.config.tied or not array.is_embedding
 
-    def rows(self, array: Array) -> list[tuple[int, int]]:
+    def layers_of(self, array: Array) -> list[tuple[int, int]]:
         """Of an array of layers the (first, end) of those that each stage has."""
         first = 0 if array.path.startswith("dense") else self.config.dense_layers
         every = spans(self.config.layers, self.roles.stage)
@@ -212,7 +212,7 @@ class Part:
         whole, array = share.elements * share.stages, share.array
         if not array.stacked or self.roles.stage == 1:
             return whole
-        first, end = self.rows(array)[self.stage]
+        first, end = self.layers_of(array)[self.stage]
         return whole * (end - first) // array.shape[0]
 
     def whole(self, share: Share) -> int:

@@ -107,7 +107,7 @@ def _layers_moved(part):
     """
     n, moved, together = part.roles.stage, 0.0, {}
     for share in (s for s in part.held() if s.array.stacked and s.stages > 1):
-        array, rows = share.array, part.rows(share.array)
+        array, rows = share.array, part.layers_of(share.array)
         each = share.elements * n / array.shape[0] * (array.itemsize + WIDE)
         readers = [stage for stage, (first, end) in enumerate(rows) if first < end]
         if share.along == 0 and len(readers) > 1:

@@ -152,7 +152,7 @@ def _weights(part):
 
 def _layers(part, share):
     """The number of a stack's layers that the stage has; 1 where it has none of these."""
-    first, end = part.rows(share.array)[part.stage]
+    first, end = part.layers_of(share.array)[part.stage]
     return max(1, end - first)
 
 

@@ -203,7 +203,8 @@ def candidate(
 ) -> Candidate:
     """The `Candidate` of a layout that can be: what it costs, whether it fits or not."""
     of_stages = parts(each, config, arrays, batch, sequence, packed=bool(document))
-    held = memory(of_stages[0], gpu=bool(chips.chip.node))  # of stages, all alike
+    # They run one program: each device has what the stage with most layers needs.
+    held = memory(max(of_stages, key=lambda part: part.layers), gpu=bool(chips.chip.node))
 
     @functools.cache
     def costs():

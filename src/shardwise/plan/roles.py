@@ -88,12 +88,13 @@ def _reasons(r, c, chips, batch, sequence):
     elif n > 1 and sequence // r.context % n:
         told = f"{sequence // r.context} tokens of a row on a device, in {n} chunks"
         yield "chunks do not divide the tokens", told
-    for role in ("stage", "tensor") if c and (c.latent or c.dense_layers) else ():
-        if getattr(r, role) > 1:
-            told = "no formula here has what these keep and send then"
-            yield f"latent attention or first dense layers with {role}", told
+    if c and (c.latent or c.dense_layers) and r.tensor > 1:
+        told = "no formula here has what these keep and send then"
+        yield "latent attention or first dense layers with tensor", told
+    if c and r.stage > c.layers:
+        yield "fewer layers than stages", f"{c.layers} layers and {r.stage} stages"
     cut = dict.fromkeys(("kv_heads", "heads", "vocab", "mlp"), "tensor")
-    for name, role in (cut | {"experts": "expert", "layers": "stage"}).items():
+    for name, role in (cut | {"experts": "expert"}).items():
         if (n := getattr(r, role)) > 1:
             if role == "expert" and not c.experts:
                 yield "the model has no experts", "an axis of experts needs a mixture"
