@@ -20,7 +20,7 @@ CONFIGS = {
     "olmo": dict(norms="after", qk_norm="heads"),
     "deepseek": dict(experts=8, capacity_factor=1.25, mlp=16, router="sigmoid", router_bias=True)
     | dict(shared_experts=1, latent=12, query_latent=20, kv_heads=16, head_dim=6, rope_dim=2)
-    | dict(value_dim=4, dense_layers=1, dense_mlp=48),
+    | dict(value_dim=4, layers=3, dense_layers=1, dense_mlp=48),  # stages take two and one
     "qwen": dict(qkv_bias=True, qk_norm="head", experts=8, capacity_factor=1.25, mlp=16),
 }
 KEY, TX = jax.random.key(3), optax.sgd(1.0)  # a step is the gradient
@@ -64,14 +64,14 @@ def alone(name):
 LAYOUTS = ["fsdp, context, tensor", "stage, fsdp, tensor by hand", "fsdp, tensor by compiler"]
 LAYOUTS += ["fsdp", "stage, fsdp", "fsdp, expert, context"]
 STANDING = {("olmo", LAYOUTS[0]), ("qwen", LAYOUTS[5]), ("deepseek", LAYOUTS[5])}
-STANDING |= {("gemma", LAYOUTS[1]), ("gemma", LAYOUTS[2])}
+STANDING |= {("gemma", LAYOUTS[1]), ("gemma", LAYOUTS[2]), ("deepseek", LAYOUTS[4])}
 
 
 CASES = [
     (n, x)
     for n, config in CONFIGS.items()
     for x in LAYOUTS
-    if ("expert" not in x or "experts" in config) and ("stage" not in x or n != "deepseek")
+    if "expert" not in x or "experts" in config
 ]
 OTHERS = [case for case in CASES if case not in STANDING]
 CHUNKED = "gemma", LAYOUTS[0]

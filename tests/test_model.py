@@ -196,7 +196,7 @@ def test_marks_stand_where_the_layers_and_stages_meet(scan):
     ("wrong", "message"),
     [
         ({"heads": 3, "kv_heads": 2}, "heads=3 must be a multiple of kv_heads=2"),
-        ({"layers": 3, "stages": 2}, "layers=3 must be a multiple of stages=2"),
+        ({"layers": 3, "stages": 4}, "stages=4 must be at most layers=3"),
         ({"kv_heads": 0}, "kv_heads=0 must be at least 1"),
         ({"head_dim": 5}, "head_dim=5 must be even"),
         ({"dropout": 1.0}, "dropout=1.0 must be at least 0 and below 1"),
