@@ -171,6 +171,19 @@ class Part:
         return tuple(dataclasses.replace(self, config=c, span=x) for c, x in pairs if x[0] < x[1])
 
     @property
+    def kinds(self) -> list["Part"]:
+        """Of all stages' stacks those that differ in layers or their number, each of the first
+        stage that has it.
+        """
+        stages = (
+            dataclasses.replace(self, stage=stage, span=span)
+            for stage, span in enumerate(spans(self.config.layers, self.roles.stage))
+        )
+        each = (stack for part in stages for stack in part.stacks)
+        found = {(stack.config, stack.layers): stack for stack in reversed([*each])}
+        return [*found.values()]
+
+    @property
     def routed(self) -> int:
         """The number of layers with experts."""
         return sum(s.layers for s in self.stacks if s.config.experts)
@@ -204,6 +217,11 @@ class Part:
         every = spans(self.config.layers, self.roles.stage)
         found = (_within(span, first, first + array.shape[0]) for span in every)
         return [(a - first, b - first) for a, b in found]
+
+    def lie(self, array: Array) -> list[tuple[int, int]]:
+        """Of an array of layers, which stages divide, the (first, end) of those that each holds."""
+        each = array.shape[0] // self.roles.stage
+        return [(s * each, (s + 1) * each) for s in range(self.roles.stage)]
 
     def used(self, share: Share) -> int:
         """The elements of a share in a step: of layers the stage's own; of others, which stages

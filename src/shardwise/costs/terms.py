@@ -95,31 +95,46 @@ def terms(part: Part, parameters: int, gpu: bool) -> Terms:
 def of_stages(part: Part, gpu: bool) -> Terms:
     """The `Terms` of a step in stages.
 
-    `weights` has what is in no layer, gathered over stages for the step. `kept` are slots: one
-    for each stage, with what a forward task keeps, without remat the gathered weights too; one for
-    what the last stage's end leaves, float32 logits and its norm; arrived activation and cotangent.
+    `weights` has what is in no layer, gathered over stages for the step, and layers that lie
+    elsewhere than they are read, twice (by one program). `kept` are slots: one for each stage, with
+    what a forward task keeps, without remat the gathered weights too, and of each number of layers
+    that stages have its own; one for what the last stage's end leaves, float32 logits and its norm;
+    arrived activation and cotangent.
     """
     c, r, used = part.config, part.roles, part.itemsize
     weights, head = _weights(part)
     # Along tensor whole: so the compiler lays it out, to scatter its gradient over stages.
     ends = sum(s.array.size // s.fsdp for s in part.held() if not s.array.stacked)
-    entered = part.layers * part.tokens * between(part)
-    kept = entered
-    if not r.remat:
-        kept = sum(each.layers * sum(_in_layer(each, gpu)) for each in part.stacks) + weights
+    kept = _kept(part.stacks, gpu) + (0 if r.remat else weights)
     last = part.tokens * c.embed * (3 * WIDE + used) / r.tensor + _of_vocabulary(part) * WIDE
-    live = min(r.microbatches, r.stage)  # but one of what the last stage leaves besides
-    pending = sum(each.layers * _pending(each) for each in part.stacks) + part.tokens * c.embed * (
+    live = sum(min(r.microbatches, r.stage - x.stage) * _kept([x], gpu) for x in part.kinds)
+    live += 0 if r.remat else min(r.microbatches, r.stage) * weights
+    pending = sum(each.layers * _pending(each) for each in part.kinds) + part.tokens * c.embed * (
         WIDE + used
     )
     pending += _of_vocabulary(part) * used
     return Terms(
-        weights=ends * WIDE + head + weights / (1 if r.remat else part.layers),
-        kept=live * kept + last + sum(passed(part)),
+        weights=ends * WIDE + head + weights / (1 if r.remat else part.layers) + 2 * _moved(part),
+        kept=live + last + sum(passed(part)),
         summed=sum(map(part.used, part.held())) * WIDE,
         pending=pending,
         task=max(kept + last, pending),
     )
+
+
+def _kept(stacks, gpu):
+    """The bytes that a forward task keeps of these stacks of layers."""
+    return sum(
+        x.layers * (x.tokens * between(x) if x.roles.remat else sum(_in_layer(x, gpu)))
+        for x in stacks
+    )
+
+
+def _moved(part):
+    """The bytes of the stage's layers that lie elsewhere between steps."""
+    layers = (s for s in part.held() if s.array.stacked)
+    away = (s for s in layers if s.along != 0 or part.layers_of(s.array) != part.lie(s.array))
+    return sum(part.used(s) * s.array.itemsize for s in away)
 
 
 def _pending(part):

@@ -67,9 +67,12 @@ class Carrier:
         if self._by_rows:
             away = sum(len(taken[0]) for pairs, taken, _ in self._hops(shape[0] // self.n) if pairs)
             return away * math.prod(shape[1:]) * itemsize
-        size = math.prod(shape) if ends is None else self.size * math.prod(shape[1:])
-        copies = self.places if self.cut is not None else 2 * back * len(self.pieces)
-        return copies * size * itemsize * (self.n - 1) / self.n
+        one = math.prod(shape if ends is None else shape[1:])
+        if self.cut is not None:
+            count = self.places * (1 if ends is None else self.size)
+        else:  # gradients alone, of all devices
+            count = 2 * back * sum(1 if own is None else own[1] - own[0] for _, own in self.pieces)
+        return count * one * itemsize * (self.n - 1) / self.n
 
     @property
     def _by_rows(self):
