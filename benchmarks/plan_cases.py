@@ -78,12 +78,6 @@ SHARED = dataclasses.replace(
     EIGHT, experts=16, experts_per_token=4, mlp=1024, shared_experts=1, vocab=16_384
 )
 
-# As DeepSeek's: a first layer without experts, latent attention.
-LATENT = dataclasses.replace(
-    EIGHT, layers=5, dense_layers=1, dense_mlp=7168, latent=512, rope_dim=64, kv_heads=12,
-    head_dim=192, value_dim=128
-)  # fmt: skip
-
 # As Gemma 2 2B's, whose vocabulary is large beside its width.
 GEMMA = model.Config(
     vocab=256_000, embed=2304, layers=4, heads=8, kv_heads=4, mlp=9216, tied=True, norms="both",
@@ -143,9 +137,6 @@ JUDGED = {
     ),
     "unequal stages, remat": _case(
         _deep(SEVEN, 7), "v5e:4x4", 128, 1024, stage=4, fsdp=4, microbatches=8, remat=True
-    ),
-    "unequal stages, latent, experts, remat": _case(
-        LATENT, "v5e:4x4", 256, 1024, stage=2, fsdp=2, expert=4, microbatches=4, remat=True
     ),
     "products": _case(GROUPED, "v5e:4x4", 128, 1024, fsdp=16, **_PRODUCTS),
     "products, tensor": _case(SEVEN, "v5p:2x2x2", 32, 2048, fsdp=2, tensor=4, **_PRODUCTS),
