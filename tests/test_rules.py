@@ -203,6 +203,26 @@ def test_fsdp_over_logical_rules_takes_what_they_leave():
     assert specs(already, ABSTRACT)["blocks/up/kernel"] == P(None, None, "fsdp")
 
 
+STAGED = [
+    # (names, shape, the spec that another rule gives over stages, with fsdp)
+    (("layers", "embed", "mlp"), (5, 16, 3), P(None, "stage"), P(None, ("fsdp", "stage"))),
+    (("layers", "embed", "mlp"), (5, 16, 4), P(None, "stage"), P(None, "stage", "fsdp")),
+    (("layers", "embed"), (8, 3), P("stage"), P("stage")),
+    (("embed", "mlp"), (16, 3), P("stage"), P(("fsdp", "stage"))),
+    (None, (16, 3), P("stage"), P("stage")),
+    (None, (3, 16), P(None, "stage"), P(None, ("fsdp", "stage"))),
+]
+
+
+@pytest.mark.parametrize("names, shape, below, expected", STAGED)
+def test_fsdp_shares_an_axis_with_stages_where_no_other_divides(names, shape, below, expected):
+    """But not an axis of rows: of layers, or, of an array without names, the first."""
+    grid, tree = mesh.make(stage=4, fsdp=2), {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    told = dict(min_size=1, names={"w": names} if names else None, uneven="replicate")
+    rule = rules.FSDPRule("fsdp", over=below, beside=("stage",), **told)
+    assert rule(tree, grid) == {"w": expected}
+
+
 def test_names_for_plain_trees():
     params = nnx.to_pure_dict(ABSTRACT)
     tree = {k: params[k] for k in ("embed", "head")}

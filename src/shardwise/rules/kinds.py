@@ -242,6 +242,8 @@ class FSDPRule(Rule):
         inner = [i for i in range(len(leaf.shape)) if not self._layers(leaf, i)]
         if dividing(leaf.shape, [i for i in inner if i in free], parts(mesh, self.axis)):
             return []
+        # Of an array without names, axis 0 may have rows that are read in different stages.
+        inner = [i for i in inner if i or leaf.axes is not None]
         cut = [i for i in inner if entries[i] and axes_of(entries[i]) == self.beside]
         return dividing(leaf.shape, cut, parts(mesh, (*axes_of(self.axis), *self.beside)))
 
