@@ -351,6 +351,9 @@ PREDICTED = {
     "fsdp, zero 1": (("fsdp",), dict(zero=1, remat=REMAT)),
     "fsdp, zero 2": (("fsdp",), dict(zero=2)),
     "fsdp, zb_h1, remat": (("fsdp",), dict(schedule="zb_h1", remat=REMAT)),
+    "fsdp, unequal": (("fsdp",), dict(layers=5)),
+    "fsdp, zero 1, unequal": (("fsdp",), dict(layers=5, zero=1)),
+    "fsdp, zero 2, unequal": (("fsdp",), dict(layers=5, zero=2)),
     "data, fsdp": (("data", "fsdp"), {}),
     "fsdp, one microbatch": (("fsdp",), dict(microbatches=1, schedule="gpipe")),
     "context, fsdp": (("fsdp", "context"), dict(attention="all_gather")),
@@ -365,14 +368,14 @@ def test_bytes_held_and_sent_are_predicted(name):
     """To the byte, by mesh axes, on the device of those along the stages that sends most."""
     roles, settings = PREDICTED[name]
     settings, tx = dict(settings), optax.adamw(0.1)
-    tied = settings.pop("tied", False)
+    tied, layers = settings.pop("tied", False), settings.pop("layers", 4)
     layout = of_roles(
         *roles, stacked=lambda path: path.startswith(("layers", "blocks")), **settings
     )
     devices = layout.size("stage")
     stages = schedules.spread(layout.schedule, devices, 4).stages
     whole = layout.context or layout.tensor
-    found = case("decoder", stages) if whole else stacked(stages, tied=tied)
+    found = case("decoder", stages) if whole else stacked(stages, tied=tied, layers=layers)
     params = jax.eval_shape(lambda: found.params)
     held = layouts.init(layout, lambda key: found.params, tx, KEY)
     function = layouts.value_and_grad(layout, found.loss)

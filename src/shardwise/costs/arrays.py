@@ -170,7 +170,7 @@ class Part:
         pairs = zip(of, own, strict=True)
         return tuple(dataclasses.replace(self, config=c, span=x) for c, x in pairs if x[0] < x[1])
 
-    @property
+    @functools.cached_property
     def kinds(self) -> list["Part"]:
         """Of all stages' stacks those that differ in layers or their number, each of the first
         stage that has it.
@@ -211,17 +211,25 @@ class Part:
         """Whether the end of the model reads a parameter that is in no layer."""
         return self.config.tied or not array.is_embedding
 
-    def layers_of(self, array: Array) -> list[tuple[int, int]]:
+    def layers_of(self, array: Array) -> tuple[tuple[int, int], ...]:
         """Of an array of layers the (first, end) of those that each stage has."""
         first = 0 if array.path.startswith("dense") else self.config.dense_layers
-        every = spans(self.config.layers, self.roles.stage)
-        found = (_within(span, first, first + array.shape[0]) for span in every)
-        return [(a - first, b - first) for a, b in found]
+        return _layers(first, array.shape[0], self.config.layers, self.roles.stage)
 
-    def lie(self, array: Array) -> list[tuple[int, int]]:
-        """Of an array of layers, which stages divide, the (first, end) of those that each holds."""
-        each = array.shape[0] // self.roles.stage
-        return [(s * each, (s + 1) * each) for s in range(self.roles.stage)]
+    def is_in_place(self, share: Share) -> bool:
+        """Whether each stage holds the layers of an array that it reads."""
+        n, rows = self.roles.stage, share.array.shape[0]
+        held = tuple((s * rows // n, (s + 1) * rows // n) for s in range(n))
+        return share.along == 0 and self.layers_of(share.array) == held
+
+    def carried(self, share: Share) -> int:
+        """The elements of a share that a device has in a step, which all run one program: of layers
+        the most of any stage.
+        """
+        whole, array = share.elements * share.stages, share.array
+        if not array.stacked:
+            return whole
+        return whole * max(end - first for first, end in self.layers_of(array)) // array.shape[0]
 
     def used(self, share: Share) -> int:
         """The elements of a share in a step: of layers the stage's own; of others, which stages
@@ -259,6 +267,12 @@ def parts(
     return tuple(
         Part(config, arrays, roles, s, rows, sequence, own[s], packed) for s in sorted(stages)
     )
+
+
+@functools.cache
+def _layers(first, rows, layers, stages):
+    found = (_within(span, first, first + rows) for span in spans(layers, stages))
+    return tuple((a - first, b - first) for a, b in found)
 
 
 def _within(span, first, end):

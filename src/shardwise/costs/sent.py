@@ -108,6 +108,8 @@ def _layers_moved(part):
     n, moved, together = part.roles.stage, 0.0, {}
     for share in (s for s in part.held() if s.array.stacked and s.stages > 1):
         array, rows = share.array, part.layers_of(share.array)
+        if part.is_in_place(share):
+            continue
         each = share.elements * n / array.shape[0] * (array.itemsize + WIDE)
         readers = [stage for stage, (first, end) in enumerate(rows) if first < end]
         if share.along == 0 and len(readers) > 1:
@@ -148,9 +150,8 @@ def _choices(part):
     A forward pass gathers places once for all layers, and each layer done again once more.
     """
     c, n, again = part.config, part.roles.context, part.roles.remat
-    if not c.experts:
+    if not (layers := part.routed):
         return 0
-    layers = part.routed
     gathers = layers * (1 + again) * c.experts_per_token + 1 + layers * again
     loads = 2 * part.rows * layers * c.experts * WIDE / n
     return part.roles.microbatches * (n - 1) * (gathers * part.tokens * 4 + loads)

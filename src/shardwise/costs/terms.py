@@ -102,39 +102,51 @@ def of_stages(part: Part, gpu: bool) -> Terms:
     arrived activation and cotangent.
     """
     c, r, used = part.config, part.roles, part.itemsize
-    weights, head = _weights(part)
+    one, (_, head) = _of_a_layer(part), _weights(part)
     # Along tensor whole: so the compiler lays it out, to scatter its gradient over stages.
     ends = sum(s.array.size // s.fsdp for s in part.held() if not s.array.stacked)
-    kept = _kept(part.stacks, gpu) + (0 if r.remat else weights)
+    kept = _kept(part.stacks, one, gpu)
     last = part.tokens * c.embed * (3 * WIDE + used) / r.tensor + _of_vocabulary(part) * WIDE
-    live = sum(min(r.microbatches, r.stage - x.stage) * _kept([x], gpu) for x in part.kinds)
-    live += 0 if r.remat else min(r.microbatches, r.stage) * weights
+    live = sum(min(r.microbatches, r.stage - x.stage) * _kept([x], one, gpu) for x in part.kinds)
     pending = sum(each.layers * _pending(each) for each in part.kinds) + part.tokens * c.embed * (
         WIDE + used
     )
     pending += _of_vocabulary(part) * used
     return Terms(
-        weights=ends * WIDE + head + weights / (1 if r.remat else part.layers) + 2 * _moved(part),
+        weights=ends * WIDE + head + max(one.values()) + 2 * _moved(part),
         kept=live + last + sum(passed(part)),
-        summed=sum(map(part.used, part.held())) * WIDE,
+        summed=sum(map(part.carried, part.held())) * WIDE,
         pending=pending,
         task=max(kept + last, pending),
     )
 
 
-def _kept(stacks, gpu):
-    """The bytes that a forward task keeps of these stacks of layers."""
-    return sum(
-        x.layers * (x.tokens * between(x) if x.roles.remat else sum(_in_layer(x, gpu)))
-        for x in stacks
-    )
+def _kept(stacks, one, gpu):
+    """The bytes that a forward task keeps of these stacks of layers; `one` has a layer's weights,
+    gathered.
+    """
+    found = 0
+    for x in stacks:
+        weights = one["dense" if "dense" in one and not x.config.experts else "blocks"]
+        each = x.tokens * between(x) if x.roles.remat else sum(_in_layer(x, gpu)) + weights
+        found += x.layers * each
+    return found
+
+
+def _of_a_layer(part):
+    """{stack: bytes of the weights of one of its layers, as used}."""
+    found = collections.Counter()
+    for share in (s for s in part.held() if s.array.stacked):
+        elements = share.elements * share.stages * share.fsdp // share.array.shape[0]
+        found[share.array.path.split("/")[0]] += elements * part.itemsize
+    return found
 
 
 def _moved(part):
-    """The bytes of the stage's layers that lie elsewhere between steps."""
+    """The bytes of layers that lie elsewhere between steps than where they are read."""
     layers = (s for s in part.held() if s.array.stacked)
-    away = (s for s in layers if s.along != 0 or part.layers_of(s.array) != part.lie(s.array))
-    return sum(part.used(s) * s.array.itemsize for s in away)
+    away = (s for s in layers if not part.is_in_place(s))
+    return sum(part.carried(s) * s.array.itemsize for s in away)
 
 
 def _pending(part):

@@ -249,11 +249,13 @@ class Layout:
         )
 
 
-def check_given(who: str, layout: Any, tx: Any = None) -> None:
-    """Raise a TypeError if `layout` is no `Layout`, or `tx`, if given, no optimizer of optax's."""
+def check_given(who: str, layout: Any, tx: Any = None, is_needed: bool = False) -> None:
+    """Raise a TypeError if `layout` is no `Layout`, or `tx`, if given or needed, no optimizer of
+    optax's.
+    """
     if not isinstance(layout, Layout):
         raise TypeError(f"{who}: {layout!r:.80} is no Layout; it comes first.")
-    if tx is not None and not (hasattr(tx, "init") and hasattr(tx, "update")):
+    if (tx is not None or is_needed) and not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(
             f"{who}: {tx!r:.80} is no optimizer as optax has them, with init and update. (Of a "
             f"train.Optimizer give what its transformation() returns.)"

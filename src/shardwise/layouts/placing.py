@@ -27,9 +27,9 @@ def _over(layout):
         table[EXPERTS] = entry_of(layout.expert)
     if layout.tensor and layout.over is None:
         table |= dict.fromkeys(layout.cut, entry_of(layout.tensor))
-    stages = Stages(layout, table) if layout.stage else None
     named = Named(table) if table else None
-    found = [rule for rule in (stages, layout.over, named) if rule is not None]
+    found = [rule for rule in (layout.over, named) if rule is not None]
+    found = [Stages(layout, found), *found] if layout.stage else found
     return Together(*found) if len(found) > 1 else next(iter(found), None)
 
 
@@ -78,17 +78,25 @@ class Stages(Rule):
     """The rule that cuts each array of two axes or more over stages, along the first that divides.
 
     That is the one of layers where they are stacked; what is not in layers is gathered for a step.
-    Of layers that do not divide, it is one with no name in `table`, which another rule cuts.
+    Of layers that do not divide, it is one that no rule of `others` cuts.
     """
 
-    def __init__(self, layout: Layout, table: dict):
-        self.axes, self.size, self.table = layout.stage, layout.size("stage"), table
+    def __init__(self, layout: Layout, others: Sequence[Any]):
+        self.axes, self.size, self.others = layout.stage, layout.size("stage"), others
 
-    def choose(self, leaf: Leaf, mesh: Mesh) -> Choice:
-        axes = leaf.axes or [None] * len(leaf.shape)
+    def chosen(self, tree: Any, leaves: list[Leaf], mesh: Mesh) -> list[Choice]:
+        """One `Choice` for each leaf."""
+        found = [[P()] * len(leaves), *(specs(rule, tree, mesh) for rule in self.others)]
+        each = zip(leaves, *found, strict=True)
+        return [
+            self._choice(leaf, {i for spec in own for i, entry in enumerate(spec) if entry})
+            for leaf, *own in each
+        ]
+
+    def _choice(self, leaf, cut):
         places = [i for i, n in enumerate(leaf.shape) if n and n % self.size == 0]
-        if axes[:1] == (trees.LAYERS,) and 0 not in places:
-            places = [i for i in places if axes[i] not in self.table]
+        if (leaf.axes or ())[:1] == (trees.LAYERS,) and 0 not in places:
+            places = [i for i in places if i not in cut]
         at = places and len(leaf.shape) > 1
         return Choice(P(*[None] * places[0], *self.axes) if at else P())
 

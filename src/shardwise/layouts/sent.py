@@ -61,7 +61,7 @@ class LayoutLedger(Ledger):
                 f"layouts.predict: what is sent along tensor is not counted, since no parameter "
                 f"carries {', '.join(lacking)} as a logical axis; measure.collectives counts it in "
                 f"the compiled program.",
-                stacklevel=4,
+                stacklevel=4 if layout.stage else 3,  # the caller of `predict`
             )
         if not model.sizes.keys() >= {*ATTENTION}:
             if not layout.context:
@@ -128,11 +128,14 @@ class LayoutLedger(Ledger):
             for at, (i, ends) in enumerate(stage.rows.items()):
                 readers = sum(at in getattr(halves, task).reads for task in TASKS)
                 times = m * readers if layout.zero == 3 else 0, m if layout.zero > 1 else 0
+                carrier = program.carriers[program.places[stage.index][at][0]]
+                if layout.zero == 2 or not program.shares.use.deferred[i]:  # as it is carried
+                    ends = carrier.rows
                 self._rows(program, i, ends, times)
         if layout.zero < 3:  # once, whatever the device's stages read of what is carried
             for carrier in program.carriers:
-                places, ends = carrier.places, carrier.pieces[0][1]
-                self._rows(program, carrier.leaf, ends, (places, places * (layout.zero == 1)))
+                times = carrier.places, carrier.places * (layout.zero == 1)
+                self._rows(program, carrier.leaf, carrier.rows, times)
         for i, x in enumerate(program.leaves):
             parts = 1 if program.held[i] is None else program.schedule.devices
             size = math.prod(x.shape) // parts // self._cut(program, i) * wide(x.dtype).itemsize

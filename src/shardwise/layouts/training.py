@@ -64,7 +64,7 @@ def init(layout: Layout, create: Callable, tx: Any, key: jax.Array) -> tuple[Any
     Raises:
       ValueError: as `shardings`.
     """
-    check_given("layouts.init", layout, tx)
+    check_given("layouts.init", layout, tx, is_needed=True)
 
     def make(key):
         shapes = jax.eval_shape(create, key)
@@ -170,7 +170,7 @@ def step(
         another aux.
       ValueError: with `frozen`, new values of other paths or shapes than those parameters have.
     """
-    check_given("layouts.step", layout, tx)
+    check_given("layouts.step", layout, tx, is_needed=True)
     if frozen is not None:
         loss, has_aux, aux = _apart(loss), True, ("mean", aux)
     mean_and_grad = gradients.mean_and_grad(layout, loss, has_aux, aux, "layouts.step")

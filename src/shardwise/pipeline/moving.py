@@ -84,6 +84,11 @@ class Carrier:
         """The rows of a place, of pieces that are rows."""
         return max(last - first for _, (first, last) in self.pieces)
 
+    @property
+    def rows(self) -> Rows:
+        """Rows of a parameter, as many as a place has; None for whole parameters."""
+        return None if self.pieces[0][1] is None else (0, self.size)
+
     def _rows(self, x, ends):
         found = x[slice(*ends)]
         return jnp.pad(found, [(0, self.size - len(found))] + [(0, 0)] * (x.ndim - 1))

@@ -13,6 +13,7 @@ from shardwise import context, layouts, measure, model, topology
 from shardwise.context.kernels import LANES
 from shardwise.costs.arrays import Roles, parts
 from shardwise.costs.sent import inserted
+from shardwise.layers import spans
 from shardwise.measure import hlo
 from shardwise.measure.differences import Differences
 from shardwise.measure.memory import Fit
@@ -183,8 +184,9 @@ def _expected(plan, candidate, stage):
     if plan.own:
         return ()
     held = arrays.of_decoder(plan.config, plan.optimizer)
-    found = parts(candidate.roles, plan.config, held, plan.batch, plan.sequence)
-    return inserted(next(part for part in found if part.stage >= stage))
+    first, *_ = parts(candidate.roles, plan.config, held, plan.batch, plan.sequence)
+    span = spans(plan.config.layers, candidate.roles.stage)[stage]
+    return inserted(dataclasses.replace(first, stage=stage, span=span))
 
 
 def checked(plan: Plan, number: int, out: TextIO) -> list[Check]:

@@ -29,7 +29,8 @@ NOTES_OF_OWN = (
 )
 NOTE_OF_HOST = "With offload, what enters layers waits on the host between the passes."
 NOTE_OF_DOCUMENTS = (
-    "MFU counts attention within documents; seconds count a whole row's, as the TPUs' kernel does."
+    "MFU counts attention within documents (`shardwise train` tells that of whole rows). Seconds "
+    "count a whole row's, as the TPUs' kernel does; tiles, on GPUs or along context, skip some."
 )
 NOTE_OF_GPUS = (
     "Of a GPU's memory a program has what JAX takes when it starts: three quarters, or the share "

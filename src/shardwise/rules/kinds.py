@@ -181,7 +181,8 @@ class FSDPRule(Rule):
     axis 0 where it has three axes or more: then axis 0 is cut only if no other axis divides, and
     only with `uneven="replicate"`. Axes that `over`, another rule, has cut are left alone, as in
     `FSDPRule("fsdp", over=tensor)`; but for one that `over` has cut over the mesh axes `beside`,
-    where no other divides: each part along `axis` is then cut over these.
+    where no other divides: each part along `axis` is then cut over these. An axis of layers, or the
+    first of an array without names, is never shared so.
 
     Raises:
       ValueError: another `pick` or `uneven`; when called, the mesh lacks the axis, or a large array
@@ -229,7 +230,7 @@ class FSDPRule(Rule):
         entries = [*spec, *[None] * (len(leaf.shape) - len(spec))]
         free = [i for i, entry in enumerate(entries) if entry is None]
         if both := self._shared(leaf, entries, free, mesh):
-            entries[both[0]] = (*axes_of(self.axis), *self.beside)
+            entries[both[0]] = (*axes_of(self.axis), *axes_of(self.beside))
             return Choice(PartitionSpec(*entries))
         if not (fits := self._dividing(leaf, free, parts(mesh, self.axis))):
             return Choice(spec, f"no axis divides by {self.axis!r}")
@@ -244,8 +245,8 @@ class FSDPRule(Rule):
             return []
         # Of an array without names, axis 0 may have rows that are read in different stages.
         inner = [i for i in inner if i or leaf.axes is not None]
-        cut = [i for i in inner if entries[i] and axes_of(entries[i]) == self.beside]
-        return dividing(leaf.shape, cut, parts(mesh, (*axes_of(self.axis), *self.beside)))
+        cut = [i for i in inner if entries[i] and axes_of(entries[i]) == axes_of(self.beside)]
+        return dividing(leaf.shape, cut, parts(mesh, (*axes_of(self.axis), *axes_of(self.beside))))
 
     def stacks(self, tree: Any) -> list[bool]:
         """A list with a bool for each array of `tree`, whether axis 0 is known to be of layers."""
