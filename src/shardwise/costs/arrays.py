@@ -175,13 +175,13 @@ class Part:
         """Of all stages' stacks those that differ in layers or their number, each of the first
         stage that has it.
         """
-        stages = (
-            dataclasses.replace(self, stage=stage, span=span)
-            for stage, span in enumerate(spans(self.config.layers, self.roles.stage))
-        )
-        each = (stack for part in stages for stack in part.stacks)
-        found = {(stack.config, stack.layers): stack for stack in reversed([*each])}
-        return [*found.values()]
+        own, found = spans(self.config.layers, self.roles.stage), {}
+        n = self.config.dense_layers
+        for stage, span in enumerate(own):
+            found.setdefault((span[1] - span[0], min(n, span[0]), min(n, span[1])), (stage, span))
+        parts = (dataclasses.replace(self, stage=s, span=span) for s, span in found.values())
+        each = (stack for part in parts for stack in part.stacks)
+        return [*{(x.config, x.layers): x for x in reversed([*each])}.values()]
 
     @property
     def routed(self) -> int:
@@ -218,9 +218,8 @@ class Part:
 
     def is_in_place(self, share: Share) -> bool:
         """Whether each stage holds the layers of an array that it reads."""
-        n, rows = self.roles.stage, share.array.shape[0]
-        held = tuple((s * rows // n, (s + 1) * rows // n) for s in range(n))
-        return share.along == 0 and self.layers_of(share.array) == held
+        rows = self.layers_of(share.array)
+        return share.along == 0 and rows == spans(share.array.shape[0], self.roles.stage)
 
     def carried(self, share: Share) -> int:
         """The elements of a share that a device has in a step, which all run one program: of layers
@@ -229,7 +228,7 @@ class Part:
         whole, array = share.elements * share.stages, share.array
         if not array.stacked:
             return whole
-        return whole * max(end - first for first, end in self.layers_of(array)) // array.shape[0]
+        return whole * _most(self.layers_of(array)) // array.shape[0]
 
     def used(self, share: Share) -> int:
         """The elements of a share in a step: of layers the stage's own; of others, which stages
@@ -273,6 +272,11 @@ def parts(
 def _layers(first, rows, layers, stages):
     found = (_within(span, first, first + rows) for span in spans(layers, stages))
     return tuple((a - first, b - first) for a, b in found)
+
+
+@functools.cache
+def _most(rows):
+    return max(end - first for first, end in rows)
 
 
 def _within(span, first, end):
