@@ -13,7 +13,7 @@ import pytest
 
 from shardwise import context, layouts, marks, mesh, model, objective, plan, topology, train
 from shardwise.layouts.placing import array_layouts
-from shardwise.plan import compiling, residuals, tables
+from shardwise.plan import compiling, notes, residuals, tables
 from shardwise.plan.own import Own, candidate
 from shardwise.plan.roles import layout_on
 
@@ -215,7 +215,7 @@ def test_a_strangers_module_has_a_plan_to_read():
     assert {c.roles.fsdp for c in found.fitting} == {1, 2, 4, 8}
     told = plan.text(found, top=4)
     assert told.startswith("8 rows on")
-    assert tables.NOTES_OF_OWN[0] in told and tables.of_plan(found, 2)["sequence"] is None
+    assert notes.NOTES_OF_OWN[0] in told and tables.of_plan(found, 2)["sequence"] is None
 
 
 def test_a_loss_that_keeps_less_is_no_rematerialised_layer():

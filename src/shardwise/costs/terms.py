@@ -102,16 +102,14 @@ def of_stages(part: Part, gpu: bool) -> Terms:
     arrived activation and cotangent.
     """
     c, r, used = part.config, part.roles, part.itemsize
-    one, (_, head) = _of_a_layer(part), _weights(part)
+    one, head = _of_a_layer(part, (s for s in part.held() if s.array.stacked)), _head(part)
     # Along tensor whole: so the compiler lays it out, to scatter its gradient over stages.
     ends = sum(s.array.size // s.fsdp for s in part.held() if not s.array.stacked)
     kept = _kept(part.stacks, one, gpu)
     last = part.tokens * c.embed * (3 * WIDE + used) / r.tensor + _of_vocabulary(part) * WIDE
     live = sum(min(r.microbatches, r.stage - x.stage) * _kept([x], one, gpu) for x in part.kinds)
-    pending = sum(each.layers * _pending(each) for each in part.kinds) + part.tokens * c.embed * (
-        WIDE + used
-    )
-    pending += _of_vocabulary(part) * used
+    pending = sum(each.layers * _pending(each) for each in part.kinds)
+    pending += part.tokens * c.embed * (WIDE + used) + _of_vocabulary(part) * used
     return Terms(
         weights=ends * WIDE + head + max(one.values()) + 2 * _moved(part),
         kept=live + last + sum(passed(part)),
@@ -130,15 +128,6 @@ def _kept(stacks, one, gpu):
         weights = one["dense" if "dense" in one and not x.config.experts else "blocks"]
         each = x.tokens * between(x) if x.roles.remat else sum(_in_layer(x, gpu)) + weights
         found += x.layers * each
-    return found
-
-
-def _of_a_layer(part):
-    """{stack: bytes of the weights of one of its layers, as used}."""
-    found = collections.Counter()
-    for share in (s for s in part.held() if s.array.stacked):
-        elements = share.elements * share.stages * share.fsdp // share.array.shape[0]
-        found[share.array.path.split("/")[0]] += elements * part.itemsize
     return found
 
 
@@ -165,30 +154,30 @@ def _pending(part):
 
 
 def _weights(part):
-    """(bytes of the layers' parameters, bytes of the head's) as used, gathered or cast. The
-    embedding is read before all else, and gone, unless it is the head too. With remat one layer's
-    are there at a time; of stacks that differ, those of the largest layer.
+    """(bytes of the layers' parameters, bytes of the head's) as used, gathered or cast, without
+    stages. The embedding is read before all else, and gone, unless it is the head too. With remat
+    one layer's are there at a time; of stacks that differ, those of the largest layer.
     """
-    held, again = part.held(), part.roles.remat
-    ends = (s for s in held if not s.array.stacked and part.ends(s.array))
-    stacked = (s for s in held if s.array.stacked)
-    each = ((s, part.whole(s) // (_layers(part, s) if again else 1)) for s in stacked)
-    layers = (max if again else sum)(_by_stack(part, each))
-    return layers, sum(part.whole(s) * part.itemsize for s in ends)
+    stacked = [s for s in part.held() if s.array.stacked]
+    layers = max(_of_a_layer(part, stacked).values())
+    if not part.roles.remat:
+        layers = sum(map(part.whole, stacked)) * part.itemsize
+    return layers, _head(part)
 
 
-def _layers(part, share):
-    """The number of a stack's layers that the stage has; 1 where it has none of these."""
-    first, end = part.layers_of(share.array)[part.stage]
-    return max(1, end - first)
+def _head(part):
+    """The bytes of the head's parameters, as used."""
+    ends = (s for s in part.held() if not s.array.stacked and part.ends(s.array))
+    return sum(map(part.whole, ends)) * part.itemsize
 
 
-def _by_stack(part, elements):
-    """The bytes as used of each stack of layers, of pairs of a share and a number of elements."""
+def _of_a_layer(part, shares):
+    """{stack: bytes as used of these arrays, gathered, in one of its layers}."""
     found = collections.Counter()
-    for share, size in elements:
-        found[share.array.path.split("/")[0]] += size * part.itemsize
-    return found.values()
+    for s in shares:
+        elements = s.elements * s.stages * s.fsdp // s.array.shape[0]
+        found[s.array.path.split("/")[0]] += elements * part.itemsize
+    return found
 
 
 def _cast(part):
@@ -278,7 +267,7 @@ def _whole(part):
     cut = (s for s in part.held() if s.array.stacked and s.fsdp > 1)
     if not part.config.latent:
         cut = (s for s in cut if EXPERT in s.array.names)
-    return max(_by_stack(part, ((s, part.whole(s) // s.array.shape[0]) for s in cut)), default=0)
+    return max(_of_a_layer(part, cut).values(), default=0)
 
 
 def _filled(part):

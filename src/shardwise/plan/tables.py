@@ -5,40 +5,13 @@ from typing import Any, NamedTuple
 
 from shardwise.costs.terms import Terms
 from shardwise.measure import counts
-from shardwise.plan import compiling, runs
+from shardwise.plan import compiling, notes, runs
 from shardwise.plan.planning import Candidate, Plan
 from shardwise.plan.seconds import WAITED
 
 _GIB, _GB = 2**30, 1e9
 _MUCH = 0.5  # of what products take: transfers beside them that a reader is told of
 _BESIDE = "beside products"
-_EXACT = "Parameters and state are exact; the rest of a device's memory is "
-_ROOFLINE = (
-    "Seconds are a roofline: products at the chip's peak; they wait for activations and tokens, "
-    "and all else is sent beside them. At most: nothing waits. Norms, softmax, starts of kernels, "
-    "the latency of collectives and devices that lag are left out. MFU counts "
-)
-NOTES = (
-    f"{_EXACT}a formula, fitted to the chips' compiler. Scores of attention are never kept.",
-    f"{_ROOFLINE}the half of attention that a causal mask lets through.",
-)
-NOTES_OF_OWN = (
-    f"{_EXACT}what JAX keeps for the backward pass, less what follows from the rest entry by "
-    "entry, and the largest gradient, or a rematerialised layer's.",
-    f"{_ROOFLINE}three times the forward pass, or both passes where that is less.",
-)
-NOTE_OF_HOST = "With offload, what enters layers waits on the host between the passes."
-NOTE_OF_DOCUMENTS = (
-    "MFU counts attention within documents (`shardwise train` tells that of whole rows). Seconds "
-    "count a whole row's, as the TPUs' kernel does; tiles, on GPUs or along context, skip some."
-)
-NOTE_OF_GPUS = (
-    "Of a GPU's memory a program has what JAX takes when it starts: three quarters, or the share "
-    "that XLA_CLIENT_MEM_FRACTION says. NCCL and CUDA need theirs beside it. On a GPU the compiler "
-    "chooses kernels by timing them, and may then have gradients of logits and head beside the "
-    "logits: so much is asked to fit, but of stages. cuDNN's kernel takes rows of one document. "
-    "Of losses in chunks only a few programs were compiled for GPUs."
-)
 # What each term of `costs.terms.Terms` is, in a few words.
 _MEANT = Terms(
     gradients="gradients of the device's shares",
@@ -77,15 +50,7 @@ def text(plan: Plan, top: int) -> str:
     lines += ["", *table(columns, rows)] if rows else []
     lines += ["", "Left out:"]
     lines += [f"  {n:6,}  {why}; such as {example}" for why, (n, example) in plan.why_not.items()]
-    return "\n".join([*lines, "", *notes(plan, best)])
-
-
-def notes(plan: Plan, shown: Iterable[Candidate]) -> tuple[str, ...]:
-    """What has to be known of the numbers of a plan."""
-    told = NOTES_OF_OWN if plan.own else NOTES
-    told += (NOTE_OF_DOCUMENTS,) if plan.document else ()
-    told += (NOTE_OF_GPUS,) if plan.chips.chip.node else ()
-    return told + ((NOTE_OF_HOST,) if any(c.roles.offload for c in shown) else ())
+    return "\n".join([*lines, "", *notes.of(plan, best)])
 
 
 def _summary(plan, c: Candidate):
@@ -256,7 +221,7 @@ def of_plan(plan: Plan, top: int) -> dict[str, Any]:
             reason: {"count": count, "example": example}
             for reason, (count, example) in plan.why_not.items()
         },
-        "notes": list(notes(plan, plan.best[:top])),
+        "notes": list(notes.of(plan, plan.best[:top])),
     }
 
 
