@@ -6,8 +6,9 @@ decoders as their config.json has them. `again` and `tpu` were drawn after the l
 were `products`, on GPUs, whose layers keep their products; `newer`, on TPUs, after `tpu` had
 taught from how many tokens on a step has copies at the loss, and `last` after both had taught what
 is copied; `fourth` after `last` and some chosen programs had taught from how many tokens on, and
-with the loss in chunks; `latent`, DeepSeek's decoders alone, after those of `wide`. `here` is for
-one GPU on which they run.
+with the loss in chunks; `latent`, DeepSeek's decoders alone, after those of `wide`; `staged`, in
+stages, after six chosen programs had taught how much of a task's result is there twice. `here` is
+for one GPU on which they run.
 """
 
 import dataclasses
@@ -132,6 +133,7 @@ class Draw(NamedTuple):
     chips: Callable[[random.Random], str]
     more: Mapping[str, bool] = types.MappingProxyType({})  # of each layout
     chunks: tuple[int, ...] = (1,)  # of the loss, where tensor cuts no logits
+    stages: bool = False
 
 
 _few = functools.partial(_nodes, (1, 1, 2, 3, 4, 6, 16))
@@ -145,6 +147,7 @@ DRAWS = {
     "last": Draw(3_122_026, 24, _by_config, _torus),
     "fourth": Draw(28_112_029, 24, _by_config, _torus, chunks=(1, 1, 8)),
     "latent": Draw(28_112_030, 12, functools.partial(_by_config, latent=True), _torus),
+    "staged": Draw(28_112_031, 12, _by_config, _torus, stages=True),
     "here": Draw(28_112_027, 8, _by_config, lambda rng: "h200:1x1"),
     "products": Draw(30_112_026, 12, _by_config, _few, dict(remat=True, products=True)),
 }
@@ -157,11 +160,14 @@ def drawn(which: str) -> dict[str, Case]:
     while len(found) < draw.number:
         name, config = draw.model(rng)
         chips = topology.chips(draw.chips(rng))
-        division = rng.choice([r for r in roles.every(chips.devices) if r.stage == 1])
+        every = roles.every(chips.devices)
+        division = rng.choice([r for r in every if (r.stage > 1) == draw.stages])
         sequence, rows = rng.choice([1024, 2048, 4096, 8192, 32_768]), rng.choice([1, 2, 4, 8])
         many = {"microbatches": rng.choice([1, 1, 1, 2, 4]), "remat": rng.random() < 0.6}
         if len(draw.chunks) > 1 and division.tensor == 1:
             many["loss_chunks"] = rng.choice(draw.chunks)
+        if draw.stages:
+            many["microbatches"] = division.stage * rng.choice([1, 2, 4])
         each = roles.Roles(**division.sizes, **many | draw.more)
         case = Case(config, str(chips), each.rows * rows * each.microbatches, sequence, each)
         if _can_be(case, chips):

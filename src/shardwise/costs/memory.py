@@ -1,7 +1,7 @@
 """The memory of a device: parameters and state exactly, and by a formula what a step needs too.
 
 What a step needs besides is a sum of terms in bytes, each times how many copies of it the compiler
-keeps. The fullest time counts: the loss, a layer's backward pass or, with stages, a task.
+keeps. The fullest time counts: the loss or a layer's backward pass.
 """
 
 import dataclasses
@@ -15,18 +15,19 @@ COUNTS = Terms(*[1.0] * len(Terms._fields))._replace(beside=0.0)
 COEFFICIENTS = COUNTS._replace(layer=0.42, around=4.5, ring=0.8, dispatch=0.5)
 # By eight programs more, of DeepSeek V2 and V3 and of Qwen 3 30B.
 COEFFICIENTS = COEFFICIENTS._replace(whole=0.4, heads=2.0)
+# By six programs in stages, whose tasks write a part of what they leave twice.
+COEFFICIENTS = COEFFICIENTS._replace(copied=0.7)
 # XLA's for GPUs, which has sums of microbatches half a second time; `benchmarks/plan_gpu.py` fits.
 OF_GPUS = COUNTS._replace(around=0.0, logits=1.2, ring=0.3, dispatch=0.0, summed=1.5)
-OF_GPUS = OF_GPUS._replace(whole=0.0, heads=0.0)  # which were not looked for there
+OF_GPUS = OF_GPUS._replace(whole=0.0, heads=0.0, copied=0.7)  # which were not looked for there
 # Where there is a GPU to time kernels on, and how much more than that five programs needed there
 # (`benchmarks/gpu.py`): up to 1.5 %.
 _AT_MOST, _MARGIN = dict(logits=1.0, beside=1.0), 1.02
-_ALWAYS = ("weights", "kept", "summed", "pending")
+_ALWAYS = ("weights", "kept", "summed", "pending", "copied")
 PHASES = (
     (*_ALWAYS, "logits", "beside"),
     (*_ALWAYS, "gradients", "layer", "around", "ring", "dispatch", "whole"),
     (*_ALWAYS, "gradients", "heads", "around", "ring", "whole"),
-    (*_ALWAYS, "task"),
 )
 
 
@@ -47,8 +48,8 @@ class Memory:
     @property
     def of_step(self) -> Terms:
         """The terms of the fullest phase, each times its coefficient; others are 0. Phases are the
-        loss, a layer's backward pass, that of latent attention alone, and a `task`, each with
-        `pending` and the terms of any time.
+        loss, a layer's backward pass, and that of latent attention alone, each with the terms of
+        any time.
         """
         pairs = zip(self.coefficients, self.terms, strict=True)
         found = Terms(*(copies * size for copies, size in pairs))

@@ -40,8 +40,8 @@ class Terms(NamedTuple):
     latent attention alone: `heads`, q, k, v and output of all heads, filled up to whole lanes.
 
     Of stages: `pending`, what the half of a backward that the stage before waits for leaves to the
-    half that yields the weights' gradients. A task is a forward, a backward or half of one, of one
-    microbatch on one stage; `task` is the most that one leaves for a later one of its device.
+    half that yields the weights' gradients; `copied`, what of it, of the layers, is there twice,
+    since the compiler writes a part of it outside of its place first.
     """
 
     gradients: float = 0.0
@@ -54,7 +54,7 @@ class Terms(NamedTuple):
     dispatch: float = 0.0
     summed: float = 0.0
     pending: float = 0.0
-    task: float = 0.0
+    copied: float = 0.0
     beside: float = 0.0
     whole: float = 0.0
     heads: float = 0.0
@@ -68,7 +68,6 @@ def terms(part: Part, parameters: int, gpu: bool) -> Terms:
     as much again of `around` and `ring`.
     """
     r, (weights, head) = part.roles, _weights(part)
-    inside = max((_in_layer(each, gpu) for each in part.stacks), key=sum)
     bodies, ahead = (3, 1.5) if r.offload else (1, 1)
     kept = part.layers * part.tokens * _entered(part)
     if r.offload:
@@ -80,7 +79,7 @@ def terms(part: Part, parameters: int, gpu: bool) -> Terms:
         gradients=parameters,
         weights=weights * min(bodies, part.layers) + head + _cast(part),
         kept=kept,
-        layer=sum(map(operator.mul, _WORKED_ON, inside)) if gpu else sum(inside),
+        layer=_worked_on(part, gpu),
         around=ahead * (whole + whole / r.tensor / 2) if r.tensor > 1 else 0,
         logits=_logits(part, head, gpu),
         ring=ahead * _ring(part) if r.context > 1 else 0,
@@ -103,20 +102,28 @@ def of_stages(part: Part, gpu: bool) -> Terms:
     """
     c, r, used = part.config, part.roles, part.itemsize
     one, head = _of_a_layer(part, (s for s in part.held() if s.array.stacked)), _head(part)
+    width = part.tokens * c.embed / r.tensor
     # Along tensor whole: so the compiler lays it out, to scatter its gradient over stages.
     ends = sum(s.array.size // s.fsdp for s in part.held() if not s.array.stacked)
-    kept = _kept(part.stacks, one, gpu)
-    last = part.tokens * c.embed * (3 * WIDE + used) / r.tensor + _of_vocabulary(part) * WIDE
+    last = width * (3 * WIDE + used) + _of_vocabulary(part) * WIDE
     live = sum(min(r.microbatches, r.stage - x.stage) * _kept([x], one, gpu) for x in part.kinds)
-    pending = sum(each.layers * _pending(each) for each in part.kinds)
-    pending += part.tokens * c.embed * (WIDE + used) + _of_vocabulary(part) * used
+    copied = sum(each.layers * _pending(each) for each in part.kinds)
     return Terms(
         weights=ends * WIDE + head + max(one.values()) + 2 * _moved(part),
-        kept=live + last + sum(passed(part)),
+        kept=live + last + sum(passed(part)) / r.tensor,
         summed=sum(map(part.carried, part.held())) * WIDE,
-        pending=pending,
-        task=max(kept + last, pending),
+        pending=copied + width * (WIDE + used) + _of_vocabulary(part) * used,
+        copied=copied,
+        layer=_worked_on(part, gpu),
+        ring=_ring(part) if r.context > 1 else 0,
+        dispatch=_dispatch(part) if c.experts else 0,
     )
+
+
+def _worked_on(part, gpu):
+    """The bytes that the backward pass of the largest layer has, but for tensor's and experts'."""
+    inside = max((_in_layer(each, gpu) for each in part.stacks), key=sum)
+    return sum(map(operator.mul, _WORKED_ON, inside)) if gpu else sum(inside)
 
 
 def _kept(stacks, one, gpu):
