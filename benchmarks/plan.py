@@ -35,7 +35,7 @@ RECORD = ROOT / "src" / "shardwise" / "plan" / "judged.json"  # chapters read it
 PAGE = ROOT / "book" / "judged.md"
 CASES = {f"fitted: {n}": c for n, c in FITTED.items()} | wide() | JUDGED
 CASES |= drawn("tpu") | drawn("newer") | drawn("last") | drawn("fourth")
-CASES |= drawn("latent") | drawn("staged")
+CASES |= drawn("latent") | drawn("staged") | drawn("fifth")
 
 
 def compiled(case: Case) -> dict:

@@ -7,8 +7,9 @@ were `products`, on GPUs, whose layers keep their products; `newer`, on TPUs, af
 taught from how many tokens on a step has copies at the loss, and `last` after both had taught what
 is copied; `fourth` after `last` and some chosen programs had taught from how many tokens on, and
 with the loss in chunks; `latent`, DeepSeek's decoders alone, after those of `wide`; `staged`, in
-stages, after six chosen programs had taught how much of a task's result is there twice. `here` is
-for one GPU on which they run.
+stages, after six chosen programs had taught how much of a task's result is there twice; `fifth`,
+after all of these had taught where gradients are in the dtype of use, and that the head is gone
+after the loss. `here` is for one GPU on which they run.
 """
 
 import dataclasses
@@ -148,6 +149,7 @@ DRAWS = {
     "fourth": Draw(28_112_029, 24, _by_config, _torus, chunks=(1, 1, 8)),
     "latent": Draw(28_112_030, 12, functools.partial(_by_config, latent=True), _torus),
     "staged": Draw(28_112_031, 12, _by_config, _torus, stages=True),
+    "fifth": Draw(28_112_032, 24, _by_config, _torus, chunks=(1, 1, 8)),
     "here": Draw(28_112_027, 8, _by_config, lambda rng: "h200:1x1"),
     "products": Draw(30_112_026, 12, _by_config, _few, dict(remat=True, products=True)),
 }

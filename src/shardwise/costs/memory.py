@@ -14,7 +14,7 @@ from shardwise.costs.terms import Terms, between, of_stages, terms
 COUNTS = Terms(*[1.0] * len(Terms._fields))._replace(beside=0.0)
 COEFFICIENTS = COUNTS._replace(layer=0.42, around=4.5, ring=0.8, dispatch=0.5)
 # By eight programs more, of DeepSeek V2 and V3 and of Qwen 3 30B.
-COEFFICIENTS = COEFFICIENTS._replace(whole=0.4, heads=2.0)
+COEFFICIENTS = COEFFICIENTS._replace(whole=0.8, heads=1.75)
 # By six programs in stages, whose tasks write a part of what they leave twice.
 COEFFICIENTS = COEFFICIENTS._replace(copied=0.7)
 # XLA's for GPUs, which has sums of microbatches half a second time; `benchmarks/plan_gpu.py` fits.

@@ -21,18 +21,19 @@ _WORKED_ON = 1.0, 2.5, 1.4, 4 / 6
 class Terms(NamedTuple):
     """The bytes that a step needs beside parameters and state, by term.
 
-    At any time: `weights` whole, in the dtype of use, of one layer with remat, else of all, and of
-    the head, with all layers' shares where they are cast before they are gathered; `kept`
-    activations from forward to backward, of all live microbatches; `summed`, the gradients of the
-    device's shares where those of microbatches are added up.
+    At any time: `weights` whole, in the dtype of use, of one layer with remat, else of all, for
+    GPUs and in stages of the head too, with all layers' shares where they are cast before they are
+    gathered; `kept` activations from forward to backward, of all live microbatches; `summed`, the
+    gradients of the device's shares where those of microbatches are added up.
 
-    At the loss: `logits`, for TPUs the head's gradient plus the larger of it and the logits, in the
-    dtype of use, with the compiler's copies; for GPUs the larger of logits and that gradient; of a
-    loss in chunks the head's gradient in float32 plus the larger of a chunk's logits and an array
-    like the head. `beside` is what a GPU may have there besides, since its compiler times kernels:
-    the logits' gradient, the head's in the dtype of use, and the share that is kept.
+    At the loss: `logits`, for TPUs the head, its gradient and the larger of that and the logits, in
+    the dtype of use, with the compiler's copies; for GPUs the larger of logits and that gradient;
+    of a loss in chunks the head's gradient in float32 plus the larger of a chunk's logits and an
+    array like the head. `beside` is what a GPU may have there besides, since its compiler times
+    kernels: the logits' gradient, the head's in the dtype of use, and the share that is kept.
 
-    In a layer's backward pass: `gradients` of the device's shares; `layer`, all that one layer's
+    In a layer's backward pass: `gradients` of the device's shares, in the dtype of use where layers
+    are neither recomputed nor done for one microbatch after another; `layer`, all that one layer's
     backward pass has; `around`, the sum of an activation whole, as tensor's products need it, and
     half of one cut, as it is between them; `ring`, what goes around a context axis, there and
     arriving; `dispatch`, rows on their way to experts and back; `whole`, the gradients of a layer's
@@ -76,12 +77,12 @@ def terms(part: Part, parameters: int, gpu: bool) -> Terms:
         kept = sum(each.layers * sum(_in_layer(each, gpu)) for each in part.stacks)
     whole = part.tokens * part.config.embed * part.itemsize
     return Terms(
-        gradients=parameters,
-        weights=weights * min(bodies, part.layers) + head + _cast(part),
+        gradients=parameters if r.remat or r.microbatches > 1 else _as_used(part),
+        weights=weights * min(bodies, part.layers) + _cast(part) + (head if gpu else 0),
         kept=kept,
         layer=_worked_on(part, gpu),
         around=ahead * (whole + whole / r.tensor / 2) if r.tensor > 1 else 0,
-        logits=_logits(part, head, gpu),
+        logits=_logits(part, head, gpu) + (0 if gpu else head),
         ring=ahead * _ring(part) if r.context > 1 else 0,
         dispatch=_dispatch(part) if part.config.experts else 0,
         summed=parameters if r.microbatches > 1 else 0,
@@ -118,6 +119,11 @@ def of_stages(part: Part, gpu: bool) -> Terms:
         ring=_ring(part) if r.context > 1 else 0,
         dispatch=_dispatch(part) if c.experts else 0,
     )
+
+
+def _as_used(part):
+    """The bytes of the device's shares, or their gradients, in the dtype of use."""
+    return sum(s.elements * min(part.itemsize, s.array.itemsize) for s in part.held())
 
 
 def _worked_on(part, gpu):
