@@ -147,7 +147,10 @@ def of_tpus(record: Mapping) -> memory.Terms:
     best = fitted(CASES, known, memory.COEFFICIENTS, **grids)
     wide = {n: candidate(CASES[n]).memory for n in record if n.startswith("fitted, wide: ")}
     grids = {"whole": [i / 10 for i in range(21)], "heads": [i / 4 for i in range(25)]}
-    return _best(wide, record, wide, grids, best)
+    best = _best(wide, record, wide, grids, best)
+    staged = [n for n in record if n in JUDGED and JUDGED[n].roles.stage > 1]
+    found = {n: candidate(JUDGED[n]).memory for n in staged}
+    return _best(found, record, staged, {"copied": [i / 10 for i in range(16)]}, best)
 
 
 def main(argv: list[str]) -> int:
