@@ -1,7 +1,7 @@
 """A model grown until it does not fit, and what makes it fit, by the TPU compiler.
 
 `python benchmarks/grown.py` compiles what the chapter `making_room` shows and does not wait for
-(fourteen programs, some ten seconds to a minute each on an idle core; what was compiled is kept),
+(thirteen programs, some ten seconds to a minute each on an idle core; what was compiled is kept),
 and writes what the compiler said to src/shardwise/topology/grown.json, which the chapter reads.
 The programs are the chapter's own: its cells with the tag `recorded` are executed here.
 Needs IPython, and libtpu: `pip install "shardwise[tpu]"`.
