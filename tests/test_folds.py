@@ -36,13 +36,14 @@ def unsaid(cells):
     for cell in cells:
         text = "".join(cell["source"])
         if cell["cell_type"] != "code":
-            prose += text
+            prose += f"{text}\n"
             continue
         bound, imported, read = names(text)
         if FOLDED & set(cell["metadata"].get("tags", ())):
             hidden, known = hidden | bound, known | imported
             continue
-        said = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", prose))))
+        code = re.sub(r"^```.*$|\{[\w:-]+\}`[^`]*`", "", prose, flags=re.M)  # no fences, no roles
+        said = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`\n]+)`", code))))
         found += sorted((read & hidden) - bound - known - said)
         known |= bound | set(found)
     return found
