@@ -141,16 +141,19 @@ def _best(found, record, names, grids, start):
 
 
 def of_tpus(record: Mapping) -> memory.Terms:
-    """The coefficients of the TPUs' compiler, by what of the record is there to fit them."""
+    """The coefficients of the TPUs' compiler, by what of the record is there to fit them: of wide
+    layers and of stages, by all that have them.
+    """
     known = {n: said for n, said in record.items() if n.startswith("fitted: ")}
     grids = {"layer": [i / 50 for i in range(51)], "around": [i / 2 for i in range(20)]}
     best = fitted(CASES, known, memory.COEFFICIENTS, **grids)
-    wide = {n: candidate(CASES[n]).memory for n in record if n.startswith("fitted, wide: ")}
+    wide = {
+        n: candidate(CASES[n]).memory for n in record if n.startswith(("fitted, wide: ", "latent"))
+    }
     grids = {"whole": [i / 10 for i in range(21)], "heads": [i / 4 for i in range(25)]}
     best = _best(wide, record, wide, grids, best)
-    staged = [n for n in record if n in JUDGED and JUDGED[n].roles.stage > 1]
-    found = {n: candidate(JUDGED[n]).memory for n in staged}
-    return _best(found, record, staged, {"copied": [i / 10 for i in range(16)]}, best)
+    staged = {n: candidate(CASES[n]).memory for n in record if CASES[n].roles.stage > 1}
+    return _best(staged, record, staged, {"copied": [i / 10 for i in range(16)]}, best)
 
 
 def main(argv: list[str]) -> int:

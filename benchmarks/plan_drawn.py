@@ -148,7 +148,7 @@ DRAWS = {
     "last": Draw(3_122_026, 24, _by_config, _torus),
     "fourth": Draw(28_112_029, 24, _by_config, _torus, chunks=(1, 1, 8)),
     "latent": Draw(28_112_030, 12, functools.partial(_by_config, latent=True), _torus),
-    "staged": Draw(28_112_031, 12, _by_config, _torus, stages=True),
+    "staged": Draw(28_112_031, 6, _by_config, _torus, stages=True),
     "fifth": Draw(28_112_032, 24, _by_config, _torus, chunks=(1, 1, 8)),
     "here": Draw(28_112_027, 8, _by_config, lambda rng: "h200:1x1"),
     "products": Draw(30_112_026, 12, _by_config, _few, dict(remat=True, products=True)),
