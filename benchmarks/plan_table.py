@@ -185,7 +185,7 @@ def verdict(
     errors = {n: abs(_off(c, record[n])) for n, c in found.items()}
     worst = max(errors, key=lambda n: errors[n])
     near = sum(e <= asked.near for e in errors.values())
-    share = {n: c.memory.total / _usable(cases[n]) for n, c in found.items()}
+    share = {n: c.memory.most / _usable(cases[n]) for n, c in found.items()}
     wrong = [n for n in found if share[n] <= 1 and not record[n]["fits"]]
     over = [n for n in found if 1 < share[n] < _NEAR]
     compiles = [n for n in over if record[n]["fits"]]
