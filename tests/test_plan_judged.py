@@ -134,7 +134,7 @@ def test_a_verdict_finds_each_fault(benchmark):
 def test_the_fit_finds_coefficients_again(benchmark):
     """Of made-up programs, whose sizes are those of coefficients on the grid."""
     made = memory.COEFFICIENTS._replace(layer=0.6, around=3, ring=0.4, dispatch=1.2)
-    made = made._replace(whole=0.9, heads=5.0, copied=1.1)
+    made = made._replace(heads=5.0, copied=1.1)
     record = {}
     for name in benchmark.CASES:
         held = benchmark.candidate(benchmark.CASES[name]).memory

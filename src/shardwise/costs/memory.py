@@ -16,7 +16,7 @@ COEFFICIENTS = COUNTS._replace(layer=0.42, around=4.5, ring=0.8, dispatch=0.5)
 # By twenty programs more, of DeepSeek V2 and V3 and of Qwen 3 30B, and by twelve in stages.
 COEFFICIENTS = COEFFICIENTS._replace(whole=0.3, heads=2.25, copied=0.6)
 # XLA's for GPUs, which has sums of microbatches half a second time; `benchmarks/plan_gpu.py` fits.
-OF_GPUS = COUNTS._replace(around=0.0, logits=1.2, ring=0.3, dispatch=0.0, summed=1.5)
+OF_GPUS = COUNTS._replace(around=0.0, logits=1.2, ring=0.4, dispatch=0.0, summed=1.5)
 OF_GPUS = OF_GPUS._replace(whole=0.0, heads=0.0, copied=0.6)  # which were not looked for there
 # Where there is a GPU to time kernels on, and how much more than that five programs needed there
 # (`benchmarks/gpu.py`): up to 1.5 %.
