@@ -141,8 +141,10 @@ def _best(found, record, names, grids, start):
 
 
 def of_tpus(record: Mapping) -> memory.Terms:
-    """The coefficients of the TPUs' compiler, by what of the record is there to fit them: of wide
-    layers and of stages, by all that have them.
+    """The coefficients of the TPUs' compiler, by what of the record is there to fit them.
+
+    Those of stages are fitted by all programs that have them; those of wide layers by the chosen
+    ones and DeepSeek's draw, with `whole` as it is while `dispatch` is fitted.
     """
     known = {n: said for n, said in record.items() if n.startswith("fitted: ")}
     grids = {"layer": [i / 50 for i in range(51)], "around": [i / 2 for i in range(20)]}

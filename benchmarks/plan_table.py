@@ -22,8 +22,9 @@ This page sets all of it beside Google's TPU compiler, which compiled whole trai
 ran on a chip: this is what the compiler reserves and writes. `python benchmarks/plan.py`, which
 anyone can run, compiled them {dates}, with {versions}.
 
-The coefficients were fitted on some models, and are judged on others, of other widths, heads,
-vocabularies and experts. The judged programs are not wholly unseen. Which arrays are held when was
+The coefficients, but for those of stages and of wide layers, were fitted on some models, and are
+judged on others, of other widths, heads, vocabularies and experts. The judged programs are not
+wholly unseen. Which arrays are held when was
 read from the compiler's reports on programs of both sets. Three counts were added after judged
 programs showed them missing: the parts in which the compiler takes the head's products (before
 that 26 of 30 were within 15 %); shares that are cast before they are gathered, which matter from
@@ -33,7 +34,7 @@ was compiled; that a task reads them where they lie was learnt from these progra
 of 58), and on them is fitted how much of what a backward task leaves is there twice. What offload
 needs was read from programs of both sets; the largest was compiled after it was counted. After that
 the loss was written anew, with half of the memory at a large vocabulary, and all programs here were
-compiled again; programs without stages or offload are no longer chosen by us, but drawn.
+compiled again; most programs without stages or offload are since then drawn, not chosen by us.
 
 {verdict}
 
@@ -67,7 +68,7 @@ Last, {number_of_fourth} by the seed {seed_of_fourth}, some with the loss in chu
 them taught what two devices of `tensor` do (before that the formula said 29 % too much).
 When that rule was committed, six were compiled. Of the others:
 {verdict_of_fourth} We asked for eight of ten within 10 %, and all within 15; the second was not
-kept, by three programs that fill at most a seventh of their chips.
+kept, by programs that fill at most a seventh of their chips.
 
 {fourth}
 
@@ -79,10 +80,10 @@ too large. Later the two coefficients were fitted on all {wide}. {verdict_of_lat
 
 {latent}
 
-Programs in stages were drawn by the seed {seed_of_staged}, after the chosen ones had taught and
-before the first was compiled; these are the first {number_of_staged}. By the coefficient of that
-day, 3 were within 10 % and 5 within 15 %; since then it is fitted on chosen and drawn ones.
-{verdict_of_staged}
+Twelve programs in stages were drawn by the seed {seed_of_staged}, after the chosen ones had taught
+and before the first was compiled; the first {number_of_staged} of them are compiled. By the
+coefficient of that day, 3 were within 10 % and 5 within 15 %; since then it is fitted on chosen and
+drawn ones. {verdict_of_staged} Where stages seem to fit, have the plan compiled.
 
 {staged}
 
@@ -90,7 +91,8 @@ All of these taught two counts more: where no layer is computed again and there 
 gradients are in the dtype of use until the update; and the head is gone after the loss. Before
 that, 93 of the 108 drawn without stages were within 10 % of the compiler, and 102 within 15 %; now
 {within}. Then {number_of_fifth} were drawn by the seed {seed_of_fifth}, committed before the first
-of them was compiled. {verdict_of_fifth}
+of them was compiled. {verdict_of_fifth} We asked for eight of ten within 10 %, and all within 15;
+the second was not kept, by two, of which one fills half of its chip. Nothing was changed since.
 
 {fifth}
 
@@ -158,21 +160,16 @@ class Asked(NamedTuple):
 
 CHOSEN, DRAWN = Asked(0.10, 0.15, 0.2, True), Asked(0.15, 0.30, 1.0, False)
 _ON_TPUS = Asked(0.10, 0.15, 1.0, False)
-# The last has a model of 135M whose arrays, 288 wide, the compiler pads.
+# `last` has a model of 135M whose arrays, 288 wide, the compiler pads: 18.5 % more than we count.
 OF_TPUS = {
     "chosen": CHOSEN,
     "tpu": _ON_TPUS,
     "newer": _ON_TPUS,
     "last": _ON_TPUS._replace(most=0.19),
 }
-UNTAUGHT = (
-    "fourth",
-    "latent",
-    "staged",
-    "fifth",
-)  # draws that hardly a rule was changed by: told, and not judged
+TOLD = "fourth", "latent", "staged", "fifth"  # draws whose verdict is told, and asked of no change
 _BEFORE = "tpu", "newer", "last", "fourth", "latent"
-_TAUGHT = 6  # of the fourth draw, compiled before all rules stood
+_TAUGHT = 6  # of the fourth draw, compiled before the rules of its day stood
 
 
 def verdict(
@@ -194,7 +191,7 @@ def verdict(
         f"{near} of {len(found)} are within {100 * asked.near:.0f} % of the compiler, and all "
         f"within {100 * errors[worst]:.1f} %; the worst is “{worst}”.",
         f"Of {sum(x <= 1 for x in share.values())} that the formula calls fitting "
-        f"{len(wrong)} do not fit"
+        f"{len(wrong)} do{'es' * (len(wrong) == 1)} not fit"
         + f"; of {len(over)} that it calls too large by under 20 %, {len(compiles)} do" * bool(over)
         + ".",
     )
@@ -220,7 +217,7 @@ def verdicts(
 
 def found_of(found: Mapping[str, plan.Candidate], which: str) -> dict[str, plan.Candidate]:
     """Those of one draw, of those to fit, or of those chosen, by how their names begin."""
-    others = ("fitted", *UNTAUGHT, *(n for n in OF_TPUS if n != "chosen"))
+    others = ("fitted", *TOLD, *(n for n in OF_TPUS if n != "chosen"))
     if which == "chosen":
         return {n: c for n, c in found.items() if not n.startswith(others)}
     return {n: c for n, c in found.items() if n.startswith(which)}
@@ -231,10 +228,8 @@ def page(
 ) -> str:
     """The book's page: what the record has, beside the formula as it is."""
     told = {n: " ".join(v.told) for n, v in verdicts(cases, found, record).items()}
-    tables = {
-        n: memory_of(cases, found_of(found, n), record) for n in (*OF_TPUS, *UNTAUGHT, "fitted")
-    }
-    unseen = {n: found_of(found, n) for n in UNTAUGHT}
+    tables = {n: memory_of(cases, found_of(found, n), record) for n in (*OF_TPUS, *TOLD, "fitted")}
+    unseen = {n: found_of(found, n) for n in TOLD}
     unseen["fourth"] = dict([*unseen["fourth"].items()][_TAUGHT:])
     told |= {n: " ".join(verdict(cases, of, record, _ON_TPUS).told) for n, of in unseen.items()}
     return PAGE.format(
@@ -253,7 +248,7 @@ def page(
 
 
 def _within(found, record):
-    """How many of the draws before the fifth are within 10 and 15 %."""
+    """How many of the programs of the draws before the fifth are within 10 and 15 %, in words."""
     errors = [abs(_off(c, record[n])) for n, c in found.items() if n.startswith(_BEFORE)]
     near, most = (sum(e <= share for e in errors) for share in (0.10, 0.15))
     return f"{near} and {most}"

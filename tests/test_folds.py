@@ -1,6 +1,7 @@
 """What a folded cell defines is named in prose before a cell that readers see uses it.
 
-Whoever leaves the folds closed, as most do, reads no name that was not said before.
+Whoever leaves the folds closed, as most do, reads no name that was not said before. What a fold
+imports needs no saying, and any earlier code span with the name counts.
 """
 
 import builtins

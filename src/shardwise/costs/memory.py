@@ -10,7 +10,8 @@ from shardwise.costs.arrays import Part
 from shardwise.costs.terms import Terms, between, of_stages, terms
 
 # How many copies of each term the TPU compiler keeps. `benchmarks/plan.py` fits those that are no
-# counts, and judges the whole on other models; what offload needs was read from a few programs.
+# counts, and judges the whole on other models, but for stages and wide layers, all of which teach;
+# what offload needs was read from a few programs.
 COUNTS = Terms(*[1.0] * len(Terms._fields))._replace(beside=0.0)
 COEFFICIENTS = COUNTS._replace(layer=0.42, around=4.5, ring=0.8, dispatch=0.5)
 # By twenty programs more, of DeepSeek V2 and V3 and of Qwen 3 30B, and by twelve in stages.

@@ -28,9 +28,10 @@ class Terms(NamedTuple):
 
     At the loss: `logits`, for TPUs the head, its gradient and the larger of that and the logits, in
     the dtype of use, with the compiler's copies; for GPUs the larger of logits and that gradient;
-    of a loss in chunks the head's gradient in float32 plus the larger of a chunk's logits and an
-    array like the head. `beside` is what a GPU may have there besides, since its compiler times
-    kernels: the logits' gradient, the head's in the dtype of use, and the share that is kept.
+    of a loss in chunks, for TPUs beside the head, its gradient in float32 plus the larger of a
+    chunk's logits and an array like the head. `beside` is what a GPU may have there besides, since
+    its compiler times kernels: the logits' gradient, the head's in the dtype of use, and the share
+    that is kept.
 
     In a layer's backward pass: `gradients` of the device's shares, in the dtype of use where layers
     are neither recomputed nor done for one microbatch after another; `layer`, all that one layer's
@@ -41,8 +42,9 @@ class Terms(NamedTuple):
     latent attention alone: `heads`, q, k, v and output of all heads, filled up to whole lanes.
 
     Of stages: `pending`, what the half of a backward that the stage before waits for leaves to the
-    half that yields the weights' gradients; `copied`, what of it, of the layers, is there twice,
-    since the compiler writes a part of it outside of its place first.
+    half that yields the weights' gradients; `copied`, the layers' part of it, of which the compiler
+    holds some a second time. `layer`, `ring`, `dispatch` and `heads` are as without stages, and no
+    other term is there.
     """
 
     gradients: float = 0.0
@@ -80,7 +82,7 @@ def terms(part: Part, parameters: int, gpu: bool) -> Terms:
         gradients=parameters if r.remat or r.microbatches > 1 else _as_used(part),
         weights=weights * min(bodies, part.layers) + _cast(part) + (head if gpu else 0),
         kept=kept,
-        layer=_worked_on(part, gpu),
+        layer=_worked_on(part.stacks, gpu),
         around=ahead * (whole + whole / r.tensor / 2) if r.tensor > 1 else 0,
         logits=_logits(part, head, gpu) + (0 if gpu else head),
         ring=ahead * _ring(part) if r.context > 1 else 0,
@@ -97,9 +99,9 @@ def of_stages(part: Part, gpu: bool) -> Terms:
 
     `weights` has what is in no layer, gathered over stages for the step, and layers that lie
     elsewhere than they are read, twice (by one program). `kept` are slots: one for each stage, with
-    what a forward task keeps, without remat the gathered weights too, and of each number of layers
-    that stages have its own; one for what the last stage's end leaves, float32 logits and its norm;
-    arrived activation and cotangent.
+    what a task (a forward of one microbatch) keeps, without remat the gathered weights too, and of
+    each number of layers that stages have its own; one for what the last stage's end leaves,
+    float32 logits and its norm; arrived activation and cotangent, cut along tensor.
     """
     c, r, used = part.config, part.roles, part.itemsize
     one, head = _of_a_layer(part, (s for s in part.held() if s.array.stacked)), _head(part)
@@ -111,13 +113,14 @@ def of_stages(part: Part, gpu: bool) -> Terms:
     copied = sum(each.layers * _pending(each) for each in part.kinds)
     return Terms(
         weights=ends * WIDE + head + max(one.values()) + 2 * _moved(part),
-        kept=live + last + sum(passed(part)) / r.tensor,
+        kept=live + last + sum(passed(part)) - 2 * used * (part.tokens * c.embed - width),
         summed=sum(map(part.carried, part.held())) * WIDE,
         pending=copied + width * (WIDE + used) + _of_vocabulary(part) * used,
         copied=copied,
-        layer=_worked_on(part, gpu),
+        layer=_worked_on(part.kinds, gpu),
         ring=_ring(part) if r.context > 1 else 0,
         dispatch=_dispatch(part) if c.experts else 0,
+        heads=part.tokens * _filled(part) if c.latent else 0,
     )
 
 
@@ -126,9 +129,11 @@ def _as_used(part):
     return sum(s.elements * min(part.itemsize, s.array.itemsize) for s in part.held())
 
 
-def _worked_on(part, gpu):
-    """The bytes that the backward pass of the largest layer has, but for tensor's and experts'."""
-    inside = max((_in_layer(each, gpu) for each in part.stacks), key=sum)
+def _worked_on(stacks, gpu):
+    """The bytes that the backward pass of the largest of these layers has, but for what `around`
+    and `dispatch` count.
+    """
+    inside = max((_in_layer(each, gpu) for each in stacks), key=sum)
     return sum(map(operator.mul, _WORKED_ON, inside)) if gpu else sum(inside)
 
 
