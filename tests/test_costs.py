@@ -1,5 +1,6 @@
 """What the ledger of costs adds up is what programs send, and the same for arrays and for sizes."""
 
+import dataclasses
 import math
 
 import jax
@@ -11,6 +12,7 @@ from shardwise import measure, mesh, model, plan, tensor
 from shardwise.costs.arrays import parts
 from shardwise.costs.ledger import Ledger
 from shardwise.costs.sent import sent
+from shardwise.costs.terms import of_stages
 from shardwise.layouts.placing import array_layouts
 from shardwise.layouts.sent import LayoutLedger
 from shardwise.measure.counts import Collectives
@@ -79,3 +81,15 @@ def test_bytes_along_tensor_are_those_of_its_collectives(form):
     assert len(found["head"]) == {"plain": 1, "sequence": 2, "again": 3}[form]
     for of, ops in found.items():
         assert math.isclose(getattr(told, of), Collectives(ops).ring_bytes)
+
+
+def test_all_stages_need_as_much_since_they_run_one_program():
+    """Dense first layers lie in the first stage alone, and all devices have their tasks."""
+    mixed = dict(experts=4, experts_per_token=2, capacity_factor=1.0)
+    config = model.Config(embed=64, layers=6, heads=4, kv_heads=4, head_dim=16, mlp=32, **mixed)
+    config = dataclasses.replace(config, dense_layers=3, dense_mlp=512)
+    each = plan.Roles(stage=2, fsdp=2, microbatches=2, remat=True)
+    first, last = (
+        of_stages(part, gpu=False) for part in parts(each, config, arrays.of_decoder(config), 8, 32)
+    )
+    assert first.layer == last.layer > 0 and first.copied == last.copied > 0

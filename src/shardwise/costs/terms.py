@@ -219,7 +219,8 @@ def _logits(part, head, gpu):
     which come from both sides: around four devices or more, two parts of each of three products.
     There the logits' gradient lies beside the logits, too, in another order of its axes: of more
     than 8,192 tokens, uncut by context; around two devices of more than 16,384 in eight rows or
-    more (a guess, by some ten programs).
+    more (a guess, by some ten programs). Of one row and a tied head it lies there too, and no
+    copies of the head (a guess, by five).
     """
     logits, r = _of_vocabulary(part) * part.itemsize, part.roles
     some, many = (part.tokens > n * _FEW for n in (1, 2))
@@ -227,6 +228,8 @@ def _logits(part, head, gpu):
         return head * WIDE / part.itemsize + max(logits / r.loss_chunks, head)
     if gpu:
         return max(logits, head)
+    if part.config.tied and part.rows == r.tensor == r.microbatches == 1:
+        return head + max(2 * logits, head)
     copies = (head * some if r.microbatches > 1 else head * 4 * many) * (r.context == 1)
     if r.tensor > 1:
         parts = 3 * 2 / r.tensor + (some and r.context == 1)
