@@ -170,7 +170,7 @@ OF_TPUS = {
     "newer": _ON_TPUS,
     "last": _ON_TPUS._replace(most=0.19),
 }
-TOLD = "fourth", "latent", "staged", "fifth"  # draws whose verdict is told, and asked of no change
+TOLD = "fourth", "latent", "staged", "fifth"  # draws whose verdict is told, not asked for
 _BEFORE = "tpu", "newer", "last", "fourth", "latent"
 _TAUGHT = 6  # of the fourth draw, compiled before the rules of its day stood
 

@@ -12,7 +12,7 @@ from shardwise import measure, mesh, model, plan, tensor
 from shardwise.costs.arrays import parts
 from shardwise.costs.ledger import Ledger
 from shardwise.costs.sent import sent
-from shardwise.costs.terms import of_stages
+from shardwise.costs.stages import of_stages
 from shardwise.layouts.placing import array_layouts
 from shardwise.layouts.sent import LayoutLedger
 from shardwise.measure.counts import Collectives

@@ -7,7 +7,8 @@ keeps. The fullest time counts: the loss or a layer's backward pass.
 import dataclasses
 
 from shardwise.costs.arrays import Part
-from shardwise.costs.terms import Terms, between, of_stages, terms
+from shardwise.costs.stages import of_stages
+from shardwise.costs.terms import Terms, between, terms
 
 # How many copies of each term the TPU compiler keeps. `benchmarks/plan.py` fits those that are no
 # counts, and judges the whole on other models, but for stages and wide layers, all of which teach;

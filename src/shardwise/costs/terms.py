@@ -5,15 +5,17 @@ Each is what a count of arrays says; `costs.memory` has how many copies of it co
 
 import collections
 import operator
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from shardwise.costs.arrays import EXPERT, Part
+from shardwise.costs.arrays import EXPERT, Part, Share
 from shardwise.costs.ledger import WIDE
-from shardwise.costs.sent import passed, slots
+from shardwise.costs.sent import slots
+from shardwise.model import Config
 
 _LANES = 128  # of a TPU's vector registers, to which the last axis of an array is filled up
 _FEW = 8192  # tokens: of more, or twice as many, programs for TPUs have copies at the loss
-# Of `_in_layer`, what GPUs' compiler works on in a backward pass: four arrays of the MLP's width,
+# Of `in_layer`, what GPUs' compiler works on in a backward pass: four arrays of the MLP's width,
 # gradients of some heads, and what enters products, whole, with gradients. By least squares too.
 _WORKED_ON = 1.0, 2.5, 1.4, 4 / 6
 
@@ -76,51 +78,21 @@ def terms(part: Part, parameters: int, gpu: bool) -> Terms:
     if r.offload:
         kept *= min(2, part.layers) / part.layers
     elif not r.remat:
-        kept = sum(each.layers * sum(_in_layer(each, gpu)) for each in part.stacks)
+        kept = sum(each.layers * sum(in_layer(each, gpu)) for each in part.stacks)
     whole = part.tokens * part.config.embed * part.itemsize
     return Terms(
         gradients=parameters if r.remat or r.microbatches > 1 else _as_used(part),
         weights=weights * min(bodies, part.layers) + _cast(part) + (head if gpu else 0),
         kept=kept,
-        layer=_worked_on(part.stacks, gpu),
+        layer=worked_on(part.stacks, gpu),
         around=ahead * (whole + whole / r.tensor / 2) if r.tensor > 1 else 0,
         logits=_logits(part, head, gpu) + (0 if gpu else head),
-        ring=ahead * _ring(part) if r.context > 1 else 0,
-        dispatch=_dispatch(part) if part.config.experts else 0,
+        ring=ahead * ring_of(part) if r.context > 1 else 0,
+        dispatch=dispatch_of(part) if part.config.experts else 0,
         summed=parameters if r.microbatches > 1 else 0,
         beside=_beside(part, head) if gpu else 0,
         whole=_whole(part) if r.microbatches == r.tensor == 1 else 0,
-        heads=part.tokens * _filled(part) if part.config.latent else 0,
-    )
-
-
-def of_stages(part: Part, gpu: bool) -> Terms:
-    """The `Terms` of a step in stages.
-
-    `weights` has what is in no layer, gathered over stages for the step, and layers that lie
-    elsewhere than they are read, twice (by one program). `kept` are slots: one for each stage, with
-    what a task (a forward of one microbatch) keeps, without remat the gathered weights too, and of
-    each number of layers that stages have its own; one for what the last stage's end leaves,
-    float32 logits and its norm; arrived activation and cotangent, cut along tensor.
-    """
-    c, r, used = part.config, part.roles, part.itemsize
-    one, head = _of_a_layer(part, (s for s in part.held() if s.array.stacked)), _head(part)
-    width = part.tokens * c.embed / r.tensor
-    # Along tensor whole: so the compiler lays it out, to scatter its gradient over stages.
-    ends = sum(s.array.size // s.fsdp for s in part.held() if not s.array.stacked)
-    last = width * (3 * WIDE + used) + _of_vocabulary(part) * WIDE
-    live = sum(min(r.microbatches, r.stage - x.stage) * _kept([x], one, gpu) for x in part.kinds)
-    copied = sum(each.layers * _pending(each) for each in part.kinds)
-    return Terms(
-        weights=ends * WIDE + head + max(one.values()) + 2 * _moved(part),
-        kept=live + last + sum(passed(part)) - 2 * used * (part.tokens * c.embed - width),
-        summed=sum(map(part.carried, part.held())) * WIDE,
-        pending=copied + width * (WIDE + used) + _of_vocabulary(part) * used,
-        copied=copied,
-        layer=_worked_on(part.kinds, gpu),
-        ring=_ring(part) if r.context > 1 else 0,
-        dispatch=_dispatch(part) if c.experts else 0,
-        heads=part.tokens * _filled(part) if c.latent else 0,
+        heads=part.tokens * filled(part) if part.config.latent else 0,
     )
 
 
@@ -129,46 +101,12 @@ def _as_used(part):
     return sum(s.elements * min(part.itemsize, s.array.itemsize) for s in part.held())
 
 
-def _worked_on(stacks, gpu):
+def worked_on(stacks: Iterable[Part], gpu: bool) -> float:
     """The bytes that the backward pass of the largest of these layers has, but for what `around`
     and `dispatch` count.
     """
-    inside = max((_in_layer(each, gpu) for each in stacks), key=sum)
+    inside = max((in_layer(each, gpu) for each in stacks), key=sum)
     return sum(map(operator.mul, _WORKED_ON, inside)) if gpu else sum(inside)
-
-
-def _kept(stacks, one, gpu):
-    """The bytes that a forward task keeps of these stacks of layers; `one` has a layer's weights,
-    gathered.
-    """
-    found = 0
-    for x in stacks:
-        weights = one["dense" if "dense" in one and not x.config.experts else "blocks"]
-        each = x.tokens * between(x) if x.roles.remat else sum(_in_layer(x, gpu)) + weights
-        found += x.layers * each
-    return found
-
-
-def _moved(part):
-    """The bytes of layers that lie elsewhere between steps than where they are read."""
-    layers = (s for s in part.held() if s.array.stacked)
-    away = (s for s in layers if not part.is_in_place(s))
-    return sum(part.carried(s) * s.array.itemsize for s in away)
-
-
-def _pending(part):
-    """The bytes that a layer's backward pass leaves from its half that goes on to the stage before
-    to the half that yields the weights' gradients; done again, all that it was computed from too.
-    """
-    c, t, used, again = part.config, part.roles.tensor, part.itemsize, part.roles.remat
-    norms = (1 + again) * _normed(c) * (WIDE + used) / t
-    heads = (1 + again) * c.heads * c.depth + c.kv_heads * (c.head_dim + c.depth)
-    heads *= used / t
-    wide, rows = (2 + 2 * again) * c.mlp * (c.shared_experts if c.experts else 1), 0
-    if c.experts:
-        wide += (2 + again) * c.mlp * slots(part)
-        rows = 2 * c.embed * slots(part) * used + c.experts * WIDE
-    return part.tokens * (norms + heads + rows + wide * used / t)
 
 
 def _weights(part):
@@ -177,19 +115,19 @@ def _weights(part):
     one layer's are there at a time; of stacks that differ, those of the largest layer.
     """
     stacked = [s for s in part.held() if s.array.stacked]
-    layers = max(_of_a_layer(part, stacked).values())
+    layers = max(of_a_layer(part, stacked).values())
     if not part.roles.remat:
         layers = sum(map(part.whole, stacked)) * part.itemsize
-    return layers, _head(part)
+    return layers, head_of(part)
 
 
-def _head(part):
+def head_of(part: Part) -> int:
     """The bytes of the head's parameters, as used."""
     ends = (s for s in part.held() if not s.array.stacked and part.ends(s.array))
     return sum(map(part.whole, ends)) * part.itemsize
 
 
-def _of_a_layer(part, shares):
+def of_a_layer(part: Part, shares: Iterable[Share]) -> collections.Counter[str]:
     """{stack: bytes as used of these arrays, gathered, in one of its layers}."""
     found = collections.Counter()
     for s in shares:
@@ -204,7 +142,7 @@ def _cast(part):
     return part.itemsize * sum(s.elements for s in gathered if part.itemsize < s.array.itemsize)
 
 
-def _of_vocabulary(part):
+def of_vocabulary(part: Part) -> int:
     """The number of logits on a device."""
     return part.tokens * part.config.vocab // part.roles.tensor
 
@@ -222,7 +160,7 @@ def _logits(part, head, gpu):
     more (a guess, by some ten programs). Of one row and a tied head it lies there too, and no
     copies of the head (a guess, by five).
     """
-    logits, r = _of_vocabulary(part) * part.itemsize, part.roles
+    logits, r = of_vocabulary(part) * part.itemsize, part.roles
     some, many = (part.tokens > n * _FEW for n in (1, 2))
     if r.loss_chunks > 1:
         return head * WIDE / part.itemsize + max(logits / r.loss_chunks, head)
@@ -243,7 +181,7 @@ def _beside(part, head):
     """
     ends = (s for s in part.held() if not s.array.stacked and part.ends(s.array))
     shares = sum(s.elements * s.array.itemsize for s in ends)
-    logits = _of_vocabulary(part) * part.itemsize / part.roles.loss_chunks
+    logits = of_vocabulary(part) * part.itemsize / part.roles.loss_chunks
     return logits + head + shares
 
 
@@ -263,14 +201,14 @@ def _entered(part):
     return between(part) + (kept * part.itemsize / t if part.roles.products else 0)
 
 
-def _ring(part):
+def ring_of(part: Part) -> float:
     """The bytes of K, V and their float32 gradients, twice: worked on, and arriving; and of q's."""
     c, used = part.config, part.itemsize
     around = 2 * c.kv_heads * (c.head_dim + c.depth) * (used + WIDE)
     return part.tokens * (around + c.heads * c.head_dim * WIDE) / part.roles.tensor
 
 
-def _dispatch(part):
+def dispatch_of(part: Part) -> float:
     """The bytes of rows for their experts and of the results, each way: as chosen, in the dtype of
     use and, for gathers and scatters, in words of 32 bits; in the experts' slots; and of the
     experts' width two arrays that no product is fused with.
@@ -288,23 +226,23 @@ def _whole(part):
     cut = (s for s in part.held() if s.array.stacked and s.fsdp > 1)
     if not part.config.latent:
         cut = (s for s in cut if EXPERT in s.array.names)
-    return max(_of_a_layer(part, cut).values(), default=0)
+    return max(of_a_layer(part, cut).values(), default=0)
 
 
-def _filled(part):
+def filled(part: Part) -> int:
     """The bytes of a token's q, k, v and attention's output, in lanes of 128 entries."""
     c = part.config
     lanes = sum(-(-size // _LANES) * _LANES for size in (c.head_dim, c.depth))
     return (c.heads + c.kv_heads) * lanes * part.itemsize
 
 
-def _normed(c):
+def normed(c: Config) -> int:
     """The number of a token's entries in a layer that are normed."""
     heads = (c.heads + c.kv_heads) * c.head_dim if c.qk_norm else c.latent + c.query_latent
     return (4 if c.norms == "both" else 2) * c.embed + heads
 
 
-def _in_layer(part, gpu):
+def in_layer(part: Part, gpu: bool) -> list[float]:
     """The bytes that one layer keeps for its backward pass, where nothing is recomputed, in as many
     stacks as compilers keep: in each norm three float32 copies, which GPUs' compiler has transposed
     too where they are of one row; what enters products, whole; q, k, v and what attention makes of
@@ -312,7 +250,7 @@ def _in_layer(part, gpu):
     """
     c, t, used = part.config, part.roles.tensor, part.itemsize
     copies = 6 if gpu and part.rows == t == part.roles.context == 1 else 3
-    norms = copies * _normed(c) * WIDE / t
+    norms = copies * normed(c) * WIDE / t
     entered = 2 * c.embed + (2 * c.embed * slots(part) if c.experts else 0)
     entered = (entered + c.latent + c.query_latent) * used
     heads = (c.heads + c.kv_heads) * (c.head_dim + c.depth) * used / t + c.heads * WIDE / t

@@ -104,10 +104,10 @@ def fits(program: Any, allowed: int | None = None) -> Fit:
     """The `Fit` of a compiled program into a device's memory, or of a compiler's refusal, an error.
 
     A program needs its arguments and outputs, less what is aliased, and its temporaries: so much
-    at most, as these sizes count some room twice for TPUs. `needed` is what the compiler counted,
-    where it says so. What the device allows is known for what `topology.compile` returns
-    or raises, and for TPU's errors; for another `jax.stages.Compiled` give `allowed`, in bytes.
-    libtpu 0.0.23 does not refuse what arguments and outputs make too large; its `Fit` is false.
+    at most, for the TPU compiler's own count is lower. `needed` is that count, where there is one.
+    What the device allows is known for what `topology.compile` returns or raises, and for TPU's
+    errors; for another `jax.stages.Compiled` give `allowed`, in bytes. libtpu 0.0.23 does not
+    refuse what arguments and outputs make too large; its `Fit` is false.
 
     Raises:
       TypeError: `program` is neither a compiled program nor an error.
