@@ -141,10 +141,9 @@ def _best(found, record, names, grids, start):
 
 
 def of_tpus(record: Mapping) -> memory.Terms:
-    """The coefficients of the TPUs' compiler, by what of the record is there to fit them.
-
-    Those of stages are fitted by all programs that have them; those of wide layers by the chosen
-    ones and DeepSeek's draw, with `whole` as it is while `dispatch` is fitted.
+    """The coefficients of the TPUs' compiler, by what of the record is there to fit them: those of
+    wide layers by the chosen ones and DeepSeek's draw, with `whole` as it is while `dispatch` is
+    fitted.
     """
     known = {n: said for n, said in record.items() if n.startswith("fitted: ")}
     grids = {"layer": [i / 50 for i in range(51)], "around": [i / 2 for i in range(20)]}
@@ -153,9 +152,7 @@ def of_tpus(record: Mapping) -> memory.Terms:
         n: candidate(CASES[n]).memory for n in record if n.startswith(("fitted, wide: ", "latent"))
     }
     grids = {"whole": [i / 10 for i in range(21)], "heads": [i / 4 for i in range(25)]}
-    best = _best(wide, record, wide, grids, best)
-    staged = {n: candidate(CASES[n]).memory for n in record if CASES[n].roles.stage > 1}
-    return _best(staged, record, staged, {"copied": [i / 10 for i in range(16)]}, best)
+    return _best(wide, record, wide, grids, best)
 
 
 def main(argv: list[str]) -> int:

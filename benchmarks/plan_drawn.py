@@ -7,7 +7,7 @@ were `products`, on GPUs, whose layers keep their products; `newer`, on TPUs, af
 taught from how many tokens on a step has copies at the loss, and `last` after both had taught what
 is copied; `fourth` after `last` and some chosen programs had taught from how many tokens on, and
 with the loss in chunks; `latent`, DeepSeek's decoders alone, after those of `wide`; `staged`, in
-stages, after six chosen programs had taught how much of a task's result is there twice; `fifth`,
+stages, after six chosen programs had taught what of a task's result is there twice; `fifth`,
 after all of these had taught where gradients are in the dtype of use, and that the head is gone
 after the loss. `here` is for one GPU on which they run.
 """

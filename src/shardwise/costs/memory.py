@@ -11,15 +11,15 @@ from shardwise.costs.stages import of_stages
 from shardwise.costs.terms import Terms, between, terms
 
 # How many copies of each term the TPU compiler keeps. `benchmarks/plan.py` fits those that are no
-# counts, and judges the whole on other models, but for stages and wide layers, all of which teach;
+# counts, and judges the whole on other models, but for wide layers, all of which teach;
 # what offload needs was read from a few programs.
 COUNTS = Terms(*[1.0] * len(Terms._fields))._replace(beside=0.0)
 COEFFICIENTS = COUNTS._replace(layer=0.42, around=4.5, ring=0.8, dispatch=0.5)
-# By twenty programs more, of DeepSeek V2 and V3 and of Qwen 3 30B, and by twelve in stages.
-COEFFICIENTS = COEFFICIENTS._replace(whole=0.3, heads=2.25, copied=0.6)
+# By twenty programs more, of DeepSeek V2 and V3 and of Qwen 3 30B.
+COEFFICIENTS = COEFFICIENTS._replace(whole=0.3, heads=2.25)
 # XLA's for GPUs, which has sums of microbatches half a second time; `benchmarks/plan_gpu.py` fits.
 OF_GPUS = COUNTS._replace(around=0.0, logits=1.2, ring=0.4, dispatch=0.0, summed=1.5)
-OF_GPUS = OF_GPUS._replace(whole=0.0, heads=0.0, copied=0.6)  # which were not looked for there
+OF_GPUS = OF_GPUS._replace(whole=0.0, heads=0.0)  # which were not looked for there
 # Where there is a GPU to time kernels on, and how much more than that five programs needed there
 # (`benchmarks/gpu.py`): up to 1.5 %.
 _AT_MOST, _MARGIN = dict(logits=1.0, beside=1.0), 1.02

@@ -44,9 +44,9 @@ class Terms(NamedTuple):
     latent attention alone: `heads`, q, k, v and output of all heads, filled up to whole lanes.
 
     Of stages: `pending`, what the half of a backward that the stage before waits for leaves to the
-    half that yields the weights' gradients; `copied`, the layers' part of it, of which the compiler
-    holds some a second time. `layer`, `ring`, `dispatch` and `heads` are as without stages, and no
-    other term is there.
+    half that yields the weights' gradients; `copied`, the layers' part of it, which the compiler
+    holds twice where stages have many layers (of one to three, less of it). `layer`, `ring`,
+    `dispatch` and `heads` are as without stages, and no other term is there.
     """
 
     gradients: float = 0.0
