@@ -9,7 +9,8 @@ is copied; `fourth` after `last` and some chosen programs had taught from how ma
 with the loss in chunks; `latent`, DeepSeek's decoders alone, after those of `wide`; `staged`, in
 stages, after six chosen programs had taught what of a task's result is there twice; `fifth`,
 after all of these had taught where gradients are in the dtype of use, and that the head is gone
-after the loss. `here` is for one GPU on which they run.
+after the loss; `sixth`, after `fifth` had taught what one row and a tied head have at the loss.
+`here` is for one GPU on which they run.
 """
 
 import dataclasses
@@ -150,6 +151,7 @@ DRAWS = {
     "latent": Draw(28_112_030, 12, functools.partial(_by_config, latent=True), _torus),
     "staged": Draw(28_112_031, 6, _by_config, _torus, stages=True),
     "fifth": Draw(28_112_032, 24, _by_config, _torus, chunks=(1, 1, 8)),
+    "sixth": Draw(29_112_033, 24, _by_config, _torus, chunks=(1, 1, 8)),
     "here": Draw(28_112_027, 8, _by_config, lambda rng: "h200:1x1"),
     "products": Draw(30_112_026, 12, _by_config, _few, dict(remat=True, products=True)),
 }
