@@ -9,8 +9,9 @@ is copied; `fourth` after `last` and some chosen programs had taught from how ma
 with the loss in chunks; `latent`, DeepSeek's decoders alone, after those of `wide`; `staged`, in
 stages, after six chosen programs had taught what of a task's result is there twice; `fifth`,
 after all of these had taught where gradients are in the dtype of use, and that the head is gone
-after the loss; `sixth`, after `fifth` had taught what one row and a tied head have at the loss.
-`here` is for one GPU on which they run.
+after the loss; `sixth`, after `fifth` had taught what one row and a tied head have at the loss;
+`seventh` and `eighth`, with every loss in chunks, after these had their gradient at once: the one
+to learn from, the other to judge. `here` is for one GPU on which they run.
 """
 
 import dataclasses
@@ -134,7 +135,7 @@ class Draw(NamedTuple):
     model: Callable[[random.Random], tuple[str, model.Config]]
     chips: Callable[[random.Random], str]
     more: Mapping[str, bool] = types.MappingProxyType({})  # of each layout
-    chunks: tuple[int, ...] = (1,)  # of the loss, where tensor cuts no logits
+    chunks: tuple[int, ...] = (1,)  # of the loss; of several, one, where tensor cuts no logits
     stages: bool = False
 
 
@@ -152,6 +153,8 @@ DRAWS = {
     "staged": Draw(28_112_031, 6, _by_config, _torus, stages=True),
     "fifth": Draw(28_112_032, 24, _by_config, _torus, chunks=(1, 1, 8)),
     "sixth": Draw(29_112_033, 24, _by_config, _torus, chunks=(1, 1, 8)),
+    "seventh": Draw(29_112_034, 24, _by_config, _torus, chunks=(8,)),
+    "eighth": Draw(29_112_035, 24, _by_config, _torus, chunks=(8,)),
     "here": Draw(28_112_027, 8, _by_config, lambda rng: "h200:1x1"),
     "products": Draw(30_112_026, 12, _by_config, _few, dict(remat=True, products=True)),
 }
@@ -168,7 +171,7 @@ def drawn(which: str) -> dict[str, Case]:
         division = rng.choice([r for r in every if (r.stage > 1) == draw.stages])
         sequence, rows = rng.choice([1024, 2048, 4096, 8192, 32_768]), rng.choice([1, 2, 4, 8])
         many = {"microbatches": rng.choice([1, 1, 1, 2, 4]), "remat": rng.random() < 0.6}
-        if len(draw.chunks) > 1 and division.tensor == 1:
+        if draw.chunks == (8,) or len(draw.chunks) > 1 and division.tensor == 1:
             many["loss_chunks"] = rng.choice(draw.chunks)
         if draw.stages:
             many["microbatches"] = division.stage * rng.choice([1, 2, 4])

@@ -12,7 +12,6 @@ from jax.ad_checkpoint import checkpoint_name
 from shardwise import experts, marks, objective
 from shardwise.layers import Config
 from shardwise.model.decoder import Decoder
-from shardwise.objective.means import widened
 
 _OF_TOKENS = "each token's normalizer"
 _KEPT = jax.checkpoint_policies.save_only_these_names(_OF_TOKENS)
@@ -48,17 +47,6 @@ def _slope(primals, tangents):
     return found, jnp.sum(jnp.exp(wide - found[..., None]) * tangent, axis=-1)
 
 
-@jax.custom_jvp
-def _summed_in(wide, x):
-    """`x`, whose gradient goes to `wide`: what a loop adds to it is summed in its dtype."""
-    return x
-
-
-@_summed_in.defjvp
-def _narrowed(primals, tangents):
-    return _summed_in(*primals), tangents[0].astype(primals[1].dtype)
-
-
 def _read(params, batch, graphdef):
     """(the decoder, its tokens and their places)."""
     decoder = params if graphdef is None else nnx.merge(graphdef, params)
@@ -86,16 +74,10 @@ def _in_chunks(decoder, x, batch):
         )
     given = dict(x=x, targets=batch["targets"], mask=batch["mask"])
     cut = {name: a.reshape(len(a), a.shape[1] // n, n, *a.shape[2:]) for name, a in given.items()}
-    graphdef, state = nnx.split(decoder.last)
-    used = jax.lax.stop_gradient(state)
-    wide = widened(state)
-
-    @functools.partial(jax.checkpoint, prevent_cse=False, policy=_KEPT)
-    def nats(chunk):
-        head = nnx.merge(graphdef, jax.tree.map(_summed_in, wide, used))
-        return _nats(decoder.logits(chunk["x"], head), chunk)
-
-    return jnp.sum(jax.lax.map(nats, {name: jnp.moveaxis(a, 2, 0) for name, a in cut.items()}))
+    return objective.chunked_sum(
+        lambda chunk: _nats(decoder.logits(chunk["x"], decoder.last), chunk),
+        {name: jnp.moveaxis(a, 2, 0) for name, a in cut.items()},
+    )
 
 
 def loss(
@@ -106,8 +88,8 @@ def loss(
     Dividing once, at the very end, makes any padding, masking, sharding or accumulation exact.
     `params` is a `Decoder`, or its state with the `graphdef` that `nnx.split` gave, which
     `functools.partial(loss, graphdef=graphdef)` binds. `batch` is a dict as `data.batches` makes
-    them. With a `key`, dropout is on. With `Config.loss_chunks` the logits of a chunk of tokens are
-    there at a time, and are computed twice.
+    them. With a `key`, dropout is on. With `Config.loss_chunks` the logits of one chunk of tokens
+    are there at a time: its gradient is computed at once, and no logits are computed twice.
 
     Raises:
       ValueError: `loss_chunks` does not divide the tokens that a device has of a row, or a subclass

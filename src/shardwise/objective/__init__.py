@@ -35,9 +35,10 @@ is a ValueError where it is divided. Without microbatches the compiled path (`ru
 nothing, and equals one device.
 """
 
+from shardwise.objective.chunks import chunked_sum
 from shardwise.objective.gradients import value_and_grad
 from shardwise.objective.means import Mean
 from shardwise.objective.oracle import check
 from shardwise.objective.reasons import Indivisible
 
-__all__ = ["Indivisible", "Mean", "check", "value_and_grad"]
+__all__ = ["Indivisible", "Mean", "check", "chunked_sum", "value_and_grad"]

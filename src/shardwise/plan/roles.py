@@ -10,7 +10,7 @@ from shardwise.layouts import Layout
 from shardwise.model import Config
 from shardwise.topology.slices import Chips
 
-_CHUNKS = 8  # into which a row is cut for the loss
+CHUNKS = 8  # into which a row is cut for the loss
 
 
 class Refusal(NamedTuple):
@@ -48,22 +48,21 @@ def variants(
     """The `roles` with every number of microbatches worth trying, with and without remat.
 
     These are powers of two that divide a device's rows; with stages, as many as stages or more,
-    and the rows themselves. Without stages, products are kept beside remat, in a `dense` model, and
-    offload is tried, on chips whose way to the host is known; and with neither stages nor tensor
-    the loss in chunks, where they divide the `length` of a row.
+    and the rows themselves. Without stages, products are kept beside remat, in a `dense` model,
+    offload is tried, on chips whose way to the host is known, and the loss takes its tokens in
+    chunks, where they divide the `length` of a row: that costs nothing.
     """
     ways = [{}, {"remat": True}]
     if roles.stage == 1:
         ways += [{"remat": True, "products": True}] if dense else []
         ways += [{"remat": True, "offload": True}] if chips.chip.host_bandwidth else []
-    whole = roles.stage > 1 or roles.tensor > 1 or length // roles.context % _CHUNKS
-    chunks = (1,) if whole else (1, _CHUNKS)
+    whole = roles.stage > 1 or length // roles.context % CHUNKS
     rows, least = batch // roles.rows, roles.stage
     numbers = {m for m in (2**i for i in range(12)) if rows % m == 0} | {*[rows][: least - 1]}
     for m in sorted(m for m in numbers if m >= least):
         for way in ways:
-            for n in chunks:
-                yield dataclasses.replace(roles, microbatches=m, loss_chunks=n, **way)
+            n = 1 if whole else CHUNKS
+            yield dataclasses.replace(roles, microbatches=m, loss_chunks=n, **way)
 
 
 def refusal(
@@ -82,9 +81,8 @@ def _reasons(r, c, chips, batch, sequence):
     if r.products and (r.stage > 1 or c.experts or not r.remat or r.offload):
         told = "no formula here has what stages or experts keep of them, or what waits on the host"
         yield "products kept with stages, experts or offload, or without remat", told
-    if (n := r.loss_chunks) > 1 and (r.stage > 1 or r.tensor > 1):
-        told = "no formula here has what these keep and send then"
-        yield "a loss in chunks with stages or tensor", told
+    if (n := r.loss_chunks) > 1 and r.stage > 1:
+        yield "a loss in chunks with stages", "no formula here has what these keep then"
     elif n > 1 and sequence // r.context % n:
         told = f"{sequence // r.context} tokens of a row on a device, in {n} chunks"
         yield "chunks do not divide the tokens", told

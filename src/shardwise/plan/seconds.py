@@ -133,8 +133,7 @@ def flops(part: Part) -> float:
             added = s.embed * s.mlp * (s.shared_experts if s.experts else 1)
             again = weights - (added if s.norms == "before" else 0)
         work += each.layers * (6 * weights + 2 * again) * tokens
-    passes = 3 + (r.loss_chunks > 1)  # whose logits are computed again
-    work += 2 * passes * c.embed * c.vocab * tokens if part.is_last else 0
+    work += 6 * c.embed * c.vocab * tokens if part.is_last else 0
     scores, again = part.layers * c.heads * tokens * part.sequence / 2, 1 + r.remat
     work += 2 * scores * ((again + 3) * c.head_dim + (again + 2) * c.depth)
     return work / r.tensor
