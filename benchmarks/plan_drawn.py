@@ -171,7 +171,7 @@ def drawn(which: str) -> dict[str, Case]:
         division = rng.choice([r for r in every if (r.stage > 1) == draw.stages])
         sequence, rows = rng.choice([1024, 2048, 4096, 8192, 32_768]), rng.choice([1, 2, 4, 8])
         many = {"microbatches": rng.choice([1, 1, 1, 2, 4]), "remat": rng.random() < 0.6}
-        if draw.chunks == (8,) or len(draw.chunks) > 1 and division.tensor == 1:
+        if draw.chunks == (8,) or (len(draw.chunks) > 1 and division.tensor == 1):
             many["loss_chunks"] = rng.choice(draw.chunks)
         if draw.stages:
             many["microbatches"] = division.stage * rng.choice([1, 2, 4])
