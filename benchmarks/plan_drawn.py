@@ -135,7 +135,8 @@ class Draw(NamedTuple):
     model: Callable[[random.Random], tuple[str, model.Config]]
     chips: Callable[[random.Random], str]
     more: Mapping[str, bool] = types.MappingProxyType({})  # of each layout
-    chunks: tuple[int, ...] = (1,)  # of the loss; of several, one, where tensor cuts no logits
+    # Of the loss; of several, one, where tensor cuts no logits; of none, the planner's.
+    chunks: tuple[int, ...] = (1,)
     stages: bool = False
 
 
@@ -154,7 +155,7 @@ DRAWS = {
     "fifth": Draw(28_112_032, 24, _by_config, _torus, chunks=(1, 1, 8)),
     "sixth": Draw(29_112_033, 24, _by_config, _torus, chunks=(1, 1, 8)),
     "seventh": Draw(29_112_034, 24, _by_config, _torus, chunks=(8,)),
-    "eighth": Draw(29_112_035, 24, _by_config, _torus, chunks=(8,)),
+    "eighth": Draw(29_112_035, 24, _by_config, _torus, chunks=()),
     "here": Draw(28_112_027, 8, _by_config, lambda rng: "h200:1x1"),
     "products": Draw(30_112_026, 12, _by_config, _few, dict(remat=True, products=True)),
 }
@@ -171,7 +172,9 @@ def drawn(which: str) -> dict[str, Case]:
         division = rng.choice([r for r in every if (r.stage > 1) == draw.stages])
         sequence, rows = rng.choice([1024, 2048, 4096, 8192, 32_768]), rng.choice([1, 2, 4, 8])
         many = {"microbatches": rng.choice([1, 1, 1, 2, 4]), "remat": rng.random() < 0.6}
-        if draw.chunks == (8,) or (len(draw.chunks) > 1 and division.tensor == 1):
+        if not draw.chunks:
+            many["loss_chunks"] = roles.chunks(rows, sequence // division.context)
+        elif draw.chunks == (8,) or (len(draw.chunks) > 1 and division.tensor == 1):
             many["loss_chunks"] = rng.choice(draw.chunks)
         if draw.stages:
             many["microbatches"] = division.stage * rng.choice([1, 2, 4])

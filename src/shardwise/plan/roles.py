@@ -10,8 +10,6 @@ from shardwise.layouts import Layout
 from shardwise.model import Config
 from shardwise.topology.slices import Chips
 
-CHUNKS = 8  # into which a row is cut for the loss
-
 
 class Refusal(NamedTuple):
     """A layout that cannot be: its `roles`; `kind` says why in few words, `reason` with numbers."""
@@ -50,19 +48,26 @@ def variants(
     These are powers of two that divide a device's rows; with stages, as many as stages or more,
     and the rows themselves. Without stages, products are kept beside remat, in a `dense` model,
     offload is tried, on chips whose way to the host is known, and the loss takes its tokens in
-    chunks, where they divide the `length` of a row: that costs nothing.
+    `chunks` of a row of this `length`.
     """
     ways = [{}, {"remat": True}]
     if roles.stage == 1:
         ways += [{"remat": True, "products": True}] if dense else []
         ways += [{"remat": True, "offload": True}] if chips.chip.host_bandwidth else []
-    whole = roles.stage > 1 or length // roles.context % CHUNKS
     rows, least = batch // roles.rows, roles.stage
     numbers = {m for m in (2**i for i in range(12)) if rows % m == 0} | {*[rows][: least - 1]}
     for m in sorted(m for m in numbers if m >= least):
+        n = 1 if roles.stage > 1 else chunks(rows // m, length // roles.context)
         for way in ways:
-            n = 1 if whole else CHUNKS
             yield dataclasses.replace(roles, microbatches=m, loss_chunks=n, **way)
+
+
+def chunks(rows: int, length: int) -> int:
+    """The chunks in which the loss takes a device's rows of `length` tokens: as many, up to 8, as
+    divide them into 1,024 or more. In smaller ones products wait for the head's weights and sums.
+    """
+    most = max(1, rows * length // 1024)
+    return max(n for n in (1, 2, 4, 8) if n <= most and length % n == 0)
 
 
 def refusal(
