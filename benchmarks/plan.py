@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import plan_table
 from plan_cases import FITTED, JUDGED, Case, candidate
+from plan_cases import told as layout
 from plan_drawn import drawn, wide
 
 from shardwise import mesh, plan, topology
@@ -99,7 +100,9 @@ def told(case: Case) -> str:
     more = "latent query_latent rope_dim value_dim dense_layers dense_mlp shared_experts"
     names = [*sizes.split(), *(more.split() if case.config.latent else ())]
     sizes = (f"{name} {getattr(case.config, name)}" for name in names)
-    return f"{', '.join(sizes)}; {case.batch} × {case.sequence} on {case.chips}, {case.roles}"
+    return (
+        f"{', '.join(sizes)}; {case.batch} × {case.sequence} on {case.chips}, {layout(case.roles)}"
+    )
 
 
 def write(record: dict[str, dict]) -> None:

@@ -28,6 +28,11 @@ class Case(NamedTuple):
     roles: roles.Roles
 
 
+def told(each: roles.Roles) -> str:
+    """A layout with the chunks of its loss."""
+    return f"{each}" + (f", loss in {each.loss_chunks} chunks" if each.loss_chunks > 1 else "")
+
+
 @functools.cache
 def candidate(case: Case) -> plan.Candidate:
     """The layout by formula."""

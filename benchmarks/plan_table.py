@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from plan_cases import Case
+from plan_cases import told as layout
 from plan_drawn import DRAWS
 
 from shardwise import plan, topology
@@ -140,7 +141,7 @@ def row(name: str, case: Case, found: plan.Candidate, said: Mapping) -> tuple[st
     told = "" if said["fits"] else ", refused"
     needed, ours = said["needed"] / _GIB, found.memory.total / _GIB
     share = f"{_off(found, said):+.1%}"
-    return name, f"{needed:.2f}{told}", f"{ours:.2f}", share, f"{case.roles}", case.chips
+    return name, f"{needed:.2f}{told}", f"{ours:.2f}", share, layout(case.roles), case.chips
 
 
 def _off(found, said):

@@ -25,7 +25,7 @@ class Roles:
     `layouts.Layout(grid, fsdp="fsdp", ...)`, with each axis of `roles.axes` for its role, with
     `microbatches`, `sequence=True` with tensor, `attention="zigzag"` with context. For a decoder,
     `plan.text` has that of the best in full, as "code". `stage` and `loss_chunks` go into
-    `model.Config`, as `stages` and `loss_chunks`.
+    `model.Config`, as `stages` and `loss_chunks`. As a text they have all but `loss_chunks`.
 
     `expert` is an axis of its own, along which all but the experts is whole. With `remat` a layer
     is recomputed in the backward pass from what enters it, so that the layout's `remat=` is
@@ -70,8 +70,7 @@ class Roles:
         told += f", {self.microbatches} microbatches" if self.microbatches > 1 else ""
         told += ", remat" if self.remat else ""
         told += ", products kept" if self.products else ""
-        told += ", offload" if self.offload else ""
-        return told + (f", loss in {self.loss_chunks} chunks" if self.loss_chunks > 1 else "")
+        return told + (", offload" if self.offload else "")
 
 
 # What `layouts.Layout` cuts over the tensor axis, and over the expert axis.

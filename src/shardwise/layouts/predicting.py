@@ -59,8 +59,6 @@ def predict(
     tensor axis it is Megatron's formula (`tensor.bytes_sent`), with what rematerialised layers send
     again; it takes the axis embed too. A tree that lacks one of the four counts nothing there, and
     a warning says so.
-    Left out is one gather, of what enters the head, that a loss in chunks
-    (`model.Config.loss_chunks`) does again with `sequence`.
 
     By the compiler, `held` is exact, and `sent` what the layout asks for: the bytes of the same
     roles by hand, with keys and values gathered along context. What a compiler inserted,
