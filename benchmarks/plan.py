@@ -31,12 +31,13 @@ from shardwise.costs.arrays import parts
 from shardwise.plan import arrays, compiling
 from shardwise.topology import child
 
+TAUGHT = "tpu", "newer", "last", "fourth", "fifth", "sixth", "seventh"
 ROOT = pathlib.Path(__file__).parents[1]
 RECORD = ROOT / "src" / "shardwise" / "plan" / "judged.json"  # chapters read it, too
 PAGE = ROOT / "book" / "judged.md"
 CASES = {f"fitted: {n}": c for n, c in FITTED.items()} | wide() | JUDGED
 CASES |= drawn("tpu") | drawn("newer") | drawn("last") | drawn("fourth")
-CASES |= drawn("latent") | drawn("staged") | drawn("fifth")
+CASES |= drawn("latent") | drawn("staged") | drawn("fifth") | drawn("sixth") | drawn("seventh")
 
 
 def compiled(case: Case) -> dict:
@@ -144,11 +145,11 @@ def _best(found, record, names, grids, start):
 
 
 def of_tpus(record: Mapping) -> memory.Terms:
-    """The coefficients of the TPUs' compiler, by what of the record is there to fit them: those of
-    wide layers by the chosen ones and DeepSeek's draw, with `whole` as it is while `dispatch` is
-    fitted.
+    """The coefficients of the TPUs' compiler, by what of the record is there to fit them: the small
+    programs, and the draws that taught; those of wide layers by the chosen ones and DeepSeek's
+    draw, with `whole` as it is while `dispatch` is fitted.
     """
-    known = {n: said for n, said in record.items() if n.startswith("fitted: ")}
+    known = {n: said for n, said in record.items() if n.startswith(("fitted: ", *TAUGHT))}
     grids = {"layer": [i / 50 for i in range(51)], "around": [i / 2 for i in range(20)]}
     best = fitted(CASES, known, memory.COEFFICIENTS, **grids)
     wide = {

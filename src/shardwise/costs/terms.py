@@ -30,13 +30,14 @@ class Terms(NamedTuple):
 
     At the loss: `logits`, for TPUs the head, its gradient and the larger of that and the logits, in
     the dtype of use, with the compiler's copies; for GPUs the larger of logits and that gradient;
-    of a loss in chunks, for TPUs beside the head, its gradient in float32 plus the larger of a
-    chunk's logits and an array like the head. `beside` is what a GPU may have there besides, since
+    of a loss in chunks, for TPUs beside the head, its gradient in float32, a chunk's logits, and
+    half of an array like the head. `beside` is what a GPU may have there besides, since
     its compiler times kernels: the logits' gradient, the head's in the dtype of use, and the share
     that is kept.
 
     In a layer's backward pass: `gradients` of the device's shares, in the dtype of use where layers
-    are neither recomputed nor done for one microbatch after another; `layer`, all that one layer's
+    are neither recomputed nor done for one microbatch after another, and for TPUs, without tensor,
+    those of one layer whole, before fsdp scatters them; `layer`, all that one layer's
     backward pass has; `around`, the sum of an activation whole, as tensor's products need it, and
     half of one cut, as it is between them; `ring`, what goes around a context axis, there and
     arriving; `dispatch`, rows on their way to experts and back; `whole`, the gradients of a layer's
@@ -72,27 +73,29 @@ def terms(part: Part, parameters: int, gpu: bool) -> Terms:
     last layer out of the loop and gathers ahead for it: there are three layers' weights, and half
     as much again of `around` and `ring`.
     """
-    r, (weights, head) = part.roles, _weights(part)
+    r, (weights, head), c = part.roles, _weights(part), part.config
+    whole, wide = _whole(part) if r.tensor == 1 else 0, bool(c.experts or c.latent)
     bodies, ahead = (3, 1.5) if r.offload else (1, 1)
     kept = part.layers * part.tokens * _entered(part)
     if r.offload:
         kept *= min(2, part.layers) / part.layers
     elif not r.remat:
         kept = sum(each.layers * sum(in_layer(each, gpu)) for each in part.stacks)
-    whole = part.tokens * part.config.embed * part.itemsize
+    gradients = parameters if r.remat or r.microbatches > 1 else _as_used(part)
+    entered = part.tokens * c.embed * part.itemsize
     return Terms(
-        gradients=parameters if r.remat or r.microbatches > 1 else _as_used(part),
+        gradients=gradients + (0 if gpu or wide else whole),
         weights=weights * min(bodies, part.layers) + _cast(part) + (head if gpu else 0),
         kept=kept,
         layer=worked_on(part.stacks, gpu),
-        around=ahead * (whole + whole / r.tensor / 2) if r.tensor > 1 else 0,
+        around=ahead * (entered + entered / r.tensor / 2) if r.tensor > 1 else 0,
         logits=_logits(part, head, gpu) + (0 if gpu else head),
         ring=ahead * ring_of(part) if r.context > 1 else 0,
-        dispatch=dispatch_of(part) if part.config.experts else 0,
+        dispatch=dispatch_of(part) if c.experts else 0,
         summed=parameters if r.microbatches > 1 else 0,
         beside=_beside(part, head) if gpu else 0,
-        whole=_whole(part) if r.microbatches == r.tensor == 1 else 0,
-        heads=part.tokens * filled(part) if part.config.latent else 0,
+        whole=whole if wide and r.microbatches == 1 else 0,
+        heads=part.tokens * filled(part) if c.latent else 0,
     )
 
 
@@ -149,7 +152,8 @@ def of_vocabulary(part: Part) -> int:
 
 def _logits(part, head, gpu):
     """The bytes of logits or, after them, of the head's gradient; of TPUs of both. Of a loss in
-    chunks, those of one chunk, and the head's gradient in float32, and in the dtype of use.
+    chunks, those of one chunk, the head's gradient in float32, and half of an array like the head
+    (some programs have one there, others none).
 
     Where context cuts no tokens, programs for TPUs have copies of the gathered head beside the
     logits, as their compiler lists them: four of more than 16,384 tokens, or in a loop over
@@ -163,7 +167,7 @@ def _logits(part, head, gpu):
     logits, r = of_vocabulary(part) * part.itemsize, part.roles
     some, many = (part.tokens > n * _FEW for n in (1, 2))
     if r.loss_chunks > 1:
-        return head * WIDE / part.itemsize + max(logits / r.loss_chunks, head)
+        return head * (WIDE / part.itemsize + 0.5) + logits / r.loss_chunks
     if gpu:
         return max(logits, head)
     if part.config.tied and part.rows == r.tensor == r.microbatches == 1:
@@ -219,12 +223,12 @@ def dispatch_of(part: Part) -> float:
 
 
 def _whole(part):
-    """The bytes of the gradients of a layer's experts, or of all its weights beside latent
-    attention, whole along fsdp, in the dtype of use. Not seen in a loop over microbatches, whose
-    sums are counted, or beside tensor, whose products are taken in parts.
+    """The bytes of the gradients of a layer's weights, or of its experts alone where there are some
+    without latent attention, whole along fsdp, in the dtype of use. Beside tensor, whose products
+    are taken in parts, they were not seen, nor those of experts in a loop over microbatches.
     """
     cut = (s for s in part.held() if s.array.stacked and s.fsdp > 1)
-    if not part.config.latent:
+    if part.config.experts and not part.config.latent:
         cut = (s for s in cut if EXPERT in s.array.names)
     return max(of_a_layer(part, cut).values(), default=0)
 

@@ -69,7 +69,7 @@ def _near_the_best(answer, *asked):
         raise Wrong("stages are left out here.")
     if told := roles.refusal(answer, config, chips, batch, sequence):
         raise Wrong(f"{told.kind}: {told.reason}.")
-    ours = next((c for c in found.fitting + found.too_large if c.roles == answer), None)
+    ours = next((c for c in found.fitting + found.too_large if str(c.roles) == str(answer)), None)
     if ours is None:
         rows = batch // answer.rows
         raise Wrong(f"the planner has none with {answer.microbatches} microbatches of {rows} rows.")
