@@ -146,8 +146,7 @@ def _best(found, record, names, grids, start):
 
 def of_tpus(record: Mapping) -> memory.Terms:
     """The coefficients of the TPUs' compiler, by what of the record is there to fit them: the small
-    programs, and the draws that taught; those of wide layers by the chosen ones and DeepSeek's
-    draw, with `whole` as it is while `dispatch` is fitted.
+    programs, and the draws that taught; that of wide heads by the chosen ones and DeepSeek's draw.
     """
     known = {n: said for n, said in record.items() if n.startswith(("fitted: ", *TAUGHT))}
     grids = {"layer": [i / 50 for i in range(51)], "around": [i / 2 for i in range(20)]}
@@ -155,8 +154,7 @@ def of_tpus(record: Mapping) -> memory.Terms:
     wide = {
         n: candidate(CASES[n]).memory for n in record if n.startswith(("fitted, wide: ", "latent"))
     }
-    grids = {"whole": [i / 10 for i in range(21)], "heads": [i / 4 for i in range(25)]}
-    return _best(wide, record, wide, grids, best)
+    return _best(wide, record, wide, {"heads": [i / 4 for i in range(25)]}, best)
 
 
 def main(argv: list[str]) -> int:

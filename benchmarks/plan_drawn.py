@@ -11,7 +11,8 @@ stages, after six chosen programs had taught what of a task's result is there tw
 after all of these had taught where gradients are in the dtype of use, and that the head is gone
 after the loss; `sixth`, after `fifth` had taught what one row and a tied head have at the loss;
 `seventh` and `eighth`, with every loss in chunks, after these had their gradient at once: the one
-to learn from, the other to judge; `chunked` is such a one on GPUs. `here` is for one GPU on which they run.
+to learn from, the other to judge; `chunked` is such a one on GPUs. `here` is for one GPU on which
+they run.
 """
 
 import dataclasses

@@ -132,9 +132,7 @@ def test_a_verdict_finds_each_fault(benchmark):
 
 
 def test_the_fit_finds_coefficients_again(benchmark):
-    """All but `whole`, which stays while `dispatch` is fitted; of made-up programs, whose sizes are
-    those of coefficients on the grid.
-    """
+    """Of made-up programs, whose sizes are those of coefficients on the grid."""
     made = memory.COEFFICIENTS._replace(layer=0.6, around=3, ring=0.4, dispatch=1.2)
     made = made._replace(heads=5.0)
     record = {}

@@ -11,12 +11,10 @@ from shardwise.costs.stages import of_stages
 from shardwise.costs.terms import Terms, between, terms
 
 # How many copies of each term the TPU compiler keeps. `benchmarks/plan.py` fits those that are no
-# counts, and judges the whole on other models, but for wide layers, all of which teach;
-# what offload needs was read from a few programs.
+# counts, and judges the whole on programs that were drawn and compiled after that; what offload
+# needs was read from a few.
 COUNTS = Terms(*[1.0] * len(Terms._fields))._replace(beside=0.0)
-COEFFICIENTS = COUNTS._replace(layer=0.4, around=5.0, ring=0.7, dispatch=0.4)
-# By twenty programs more, of DeepSeek V2 and V3 and of Qwen 3 30B.
-COEFFICIENTS = COEFFICIENTS._replace(whole=0.5, heads=2.0)
+COEFFICIENTS = COUNTS._replace(layer=0.4, around=5.0, ring=0.7, dispatch=0.4, heads=2.0)
 # XLA's for GPUs, which has sums of microbatches half a second time; `benchmarks/plan_gpu.py` fits.
 OF_GPUS = COUNTS._replace(around=0.0, logits=1.2, ring=0.4, dispatch=0.0, summed=1.5)
 OF_GPUS = OF_GPUS._replace(whole=0.0, heads=0.0)  # which were not looked for there

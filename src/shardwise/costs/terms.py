@@ -36,13 +36,13 @@ class Terms(NamedTuple):
     that is kept.
 
     In a layer's backward pass: `gradients` of the device's shares, in the dtype of use where layers
-    are neither recomputed nor done for one microbatch after another, and for TPUs, without tensor,
-    those of one layer whole, before fsdp scatters them; `layer`, all that one layer's
+    are neither recomputed nor done for one microbatch after another; `layer`, all that one layer's
     backward pass has; `around`, the sum of an activation whole, as tensor's products need it, and
     half of one cut, as it is between them; `ring`, what goes around a context axis, there and
     arriving; `dispatch`, rows on their way to experts and back; `whole`, the gradients of a layer's
-    experts, and beside latent attention of all its weights, before fsdp scatters them. In that of
-    latent attention alone: `heads`, q, k, v and output of all heads, filled up to whole lanes.
+    weights before fsdp scatters them, or half of those of experts or beside latent attention. In
+    that of latent attention alone: `heads`, q, k, v and output of all heads, filled up to whole
+    lanes.
 
     Of stages: `pending`, what the half of a backward that the stage before waits for leaves to the
     half that yields the weights' gradients; `copied`, the layers' part of it, which the compiler
@@ -74,17 +74,15 @@ def terms(part: Part, parameters: int, gpu: bool) -> Terms:
     as much again of `around` and `ring`.
     """
     r, (weights, head), c = part.roles, _weights(part), part.config
-    whole, wide = _whole(part) if r.tensor == 1 else 0, bool(c.experts or c.latent)
     bodies, ahead = (3, 1.5) if r.offload else (1, 1)
     kept = part.layers * part.tokens * _entered(part)
     if r.offload:
         kept *= min(2, part.layers) / part.layers
     elif not r.remat:
         kept = sum(each.layers * sum(in_layer(each, gpu)) for each in part.stacks)
-    gradients = parameters if r.remat or r.microbatches > 1 else _as_used(part)
     entered = part.tokens * c.embed * part.itemsize
     return Terms(
-        gradients=gradients + (0 if gpu or wide else whole),
+        gradients=parameters if r.remat or r.microbatches > 1 else _as_used(part),
         weights=weights * min(bodies, part.layers) + _cast(part) + (head if gpu else 0),
         kept=kept,
         layer=worked_on(part.stacks, gpu),
@@ -94,7 +92,7 @@ def terms(part: Part, parameters: int, gpu: bool) -> Terms:
         dispatch=dispatch_of(part) if c.experts else 0,
         summed=parameters if r.microbatches > 1 else 0,
         beside=_beside(part, head) if gpu else 0,
-        whole=whole if wide and r.microbatches == 1 else 0,
+        whole=_whole(part) if r.tensor == 1 else 0,
         heads=part.tokens * filled(part) if c.latent else 0,
     )
 
@@ -223,14 +221,15 @@ def dispatch_of(part: Part) -> float:
 
 
 def _whole(part):
-    """The bytes of the gradients of a layer's weights, or of its experts alone where there are some
-    without latent attention, whole along fsdp, in the dtype of use. Beside tensor, whose products
-    are taken in parts, they were not seen, nor those of experts in a loop over microbatches.
+    """The bytes of the gradients of a layer's weights, whole along fsdp, in the dtype of use. Where
+    there are experts, theirs alone; of these, or beside latent attention, half (by least squares),
+    and none in a loop over microbatches. Beside tensor products are taken in parts.
     """
-    cut = (s for s in part.held() if s.array.stacked and s.fsdp > 1)
-    if part.config.experts and not part.config.latent:
-        cut = (s for s in cut if EXPERT in s.array.names)
-    return max(of_a_layer(part, cut).values(), default=0)
+    c, cut = part.config, [s for s in part.held() if s.array.stacked and s.fsdp > 1]
+    if c.experts and not c.latent:
+        cut = [s for s in cut if EXPERT in s.array.names]
+    share = (part.roles.microbatches == 1) / 2 if c.experts or c.latent else 1
+    return share * max(of_a_layer(part, cut).values(), default=0)
 
 
 def filled(part: Part) -> int:
