@@ -175,7 +175,8 @@ def drawn(which: str) -> dict[str, Case]:
         sequence, rows = rng.choice([1024, 2048, 4096, 8192, 32_768]), rng.choice([1, 2, 4, 8])
         many = {"microbatches": rng.choice([1, 1, 1, 2, 4]), "remat": rng.random() < 0.6}
         if not draw.chunks:
-            many["loss_chunks"] = roles.chunks(rows, sequence // division.context)
+            of_row = sequence // division.context
+            many["loss_chunks"] = roles.chunks(rows, of_row, config.embed)
         elif draw.chunks == (8,) or (len(draw.chunks) > 1 and division.tensor == 1):
             many["loss_chunks"] = rng.choice(draw.chunks)
         if draw.stages:

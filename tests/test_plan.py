@@ -624,3 +624,30 @@ def test_of_a_steps_products_that_are_kept_attentions_come_again(name):
     for part, counted in zip(both, flops, strict=True):
         assert 1 <= counted / seconds.flops(part) < 1.1  # tiles of attention that a mask hides
     assert flops[1] < 0.85 * flops[0]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 64), st.integers(1, 40_000), st.integers(64, 16_384))
+def test_chunks_divide_a_row_and_are_no_smaller_than_asked(rows, length, embed):
+    n, least = roles.chunks(rows, length, embed), max(embed, 1024)
+    assert n in (1, 2, 4, 8) and length % n == 0 and (n == 1 or rows * length // n >= least)
+    assert all(length % more or rows * length // more < least for more in (2, 4, 8) if more > n)
+
+
+def test_a_layers_gradients_are_whole_along_fsdp_alone():
+    """In bytes of the layer's weights as used: all, half where experts or latent attention are."""
+    config = dataclasses.replace(SMALL, dtype=jnp.bfloat16)
+
+    def whole(config, **sizes):
+        held, each = arrays.of_decoder(config), roles.Roles(**sizes)
+        return memory.memory(parts(each, config, held, 32, LENGTH)[0]).terms.whole
+
+    stacked = [a for a in arrays.of_decoder(config).parameters if a.stacked]
+    of_layer = 2 * sum(a.size // config.layers for a in stacked if len(a.shape) > 2)
+    norms = 2 * sum(a.size // config.layers for a in stacked) - of_layer
+    assert of_layer <= whole(config, fsdp=4) <= of_layer + norms
+    assert whole(config, fsdp=4, microbatches=2) == whole(config, fsdp=4)
+    assert whole(config, data=4) == whole(config, fsdp=2, tensor=2) == 0
+    mixed = dataclasses.replace(config, experts=8, capacity_factor=1.25)
+    of_experts = 2 * 3 * 8 * config.embed * config.mlp
+    assert whole(mixed, fsdp=4) == of_experts / 2 and whole(mixed, fsdp=4, microbatches=2) == 0

@@ -182,7 +182,7 @@ def plan(
     given = config, of_decoder(config, optimizer), chips, batch, sequence, document
     return Plan(config, chips, batch, sequence, optimizer=optimizer, document=document).filled(
         roles.every(chips.devices),
-        lambda each: roles.variants(each, batch, chips, not config.experts, sequence),
+        lambda each: roles.variants(each, batch, chips, config, sequence),
         lambda each: candidate(each, *given),
     )
 

@@ -41,32 +41,36 @@ def divisors(n: int) -> list[int]:
 
 
 def variants(
-    roles: Roles, batch: int, chips: Chips, dense: bool = True, length: int = 1
+    roles: Roles, batch: int, chips: Chips, config: Config | None = None, length: int = 1
 ) -> Iterator[Roles]:
     """The `roles` with every number of microbatches worth trying, with and without remat.
 
     These are powers of two that divide a device's rows; with stages, as many as stages or more,
-    and the rows themselves. Without stages, products are kept beside remat, in a `dense` model,
-    offload is tried, on chips whose way to the host is known, and the loss takes its tokens in
-    `chunks` of a row of this `length`.
+    and the rows themselves. Without stages, products are kept beside remat, but not of experts,
+    offload is tried, on chips whose way to the host is known, and a decoder's loss takes its rows
+    of this `length` in `chunks`.
     """
     ways = [{}, {"remat": True}]
     if roles.stage == 1:
-        ways += [{"remat": True, "products": True}] if dense else []
+        ways += [] if config and config.experts else [{"remat": True, "products": True}]
         ways += [{"remat": True, "offload": True}] if chips.chip.host_bandwidth else []
     rows, least = batch // roles.rows, roles.stage
     numbers = {m for m in (2**i for i in range(12)) if rows % m == 0} | {*[rows][: least - 1]}
     for m in sorted(m for m in numbers if m >= least):
-        n = 1 if roles.stage > 1 else chunks(rows // m, length // roles.context)
+        whole = config is None or roles.stage > 1
+        n = 1 if whole else chunks(rows // m, length // roles.context, config.embed)
         for way in ways:
             yield dataclasses.replace(roles, microbatches=m, loss_chunks=n, **way)
 
 
-def chunks(rows: int, length: int) -> int:
-    """The chunks in which the loss takes a device's rows of `length` tokens: as many, up to 8, as
-    divide them into 1,024 or more. In smaller ones products wait for the head's weights and sums.
+def chunks(rows: int, length: int, embed: int) -> int:
+    """The chunks in which the loss takes a device's rows of `length` tokens, 8 at most.
+
+    Each has as many tokens as the model is wide, or more, so that its logits are no smaller than
+    the head, of whose gradient a sum in float32 lies beside them; and 1,024 or more, so that
+    products need not wait for the head's weights.
     """
-    most = max(1, rows * length // 1024)
+    most = max(1, rows * length // max(embed, 1024))
     return max(n for n in (1, 2, 4, 8) if n <= most and length % n == 0)
 
 
