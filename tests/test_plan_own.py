@@ -350,3 +350,18 @@ def test_of_layers_outside_of_a_scan_it_is_near_the_compilers():
     chosen = candidate(job, plan.Roles(fsdp=8), EIGHT)
     needed = compiling.check(chosen, plan.Plan(None, EIGHT, job.rows, None, own=job)).fit.needed
     assert 0.8 <= chosen.memory.total / needed <= 1.2
+
+
+def test_a_loss_in_chunks_keeps_no_logits_and_costs_no_flops():
+    sizes = dict(embed=64, layers=2, heads=4, kv_heads=4, head_dim=16, mlp=128)
+    config, totals = model.Config(vocab=32_768, **sizes), []
+    for chunks in (1, 8):
+        program = compiling.program_of(plan.Roles(loss_chunks=chunks), config, 32, 512)
+        job = program.create, program.loss, train.optimizer()
+        found = plan.own(*job, "v5e:2x2", program.batch, kernel=context.tiled)
+        totals.append({str(c.roles): c for c in found.fitting})
+    whole, cut = totals
+    assert whole.keys() == cut.keys()
+    for name, c in whole.items():
+        assert c.flops == cut[name].flops
+        assert cut[name].memory.total < c.memory.total / 2 or c.roles.microbatches > 1
