@@ -38,6 +38,7 @@ PAGE = ROOT / "book" / "judged.md"
 CASES = {f"fitted: {n}": c for n, c in FITTED.items()} | wide() | JUDGED
 CASES |= drawn("tpu") | drawn("newer") | drawn("last") | drawn("fourth")
 CASES |= drawn("latent") | drawn("staged") | drawn("fifth") | drawn("sixth") | drawn("seventh")
+CASES |= drawn("eighth")
 
 
 def compiled(case: Case) -> dict:

@@ -67,11 +67,6 @@ seed {products_seed}, each keeps what its weights were multiplied to. {verdict_o
 
 {products}
 
-In all of these logits are whole. {chunked_number} more, drawn by the seed {chunked_seed}, have the
-loss in as many chunks as the planner takes. {verdict_of_chunked}
-
-{chunked}
-
 The same for the models on which the coefficients were fitted.
 
 {fitted}
@@ -90,7 +85,7 @@ some, most of all beside experts.
 """
 
 
-NAMES = ("fitted", "judged", "held", "again", "products", "chunked")
+NAMES = ("fitted", "judged", "held", "again", "products")
 JUDGED = NAMES[1:]
 CASES = {name: case for which in NAMES for name, case in drawn(which).items()}
 

@@ -72,12 +72,15 @@ def _in_chunks(decoder, x, batch):
             f"model.loss: loss_chunks={n} does not divide the {x.shape[1]} tokens of a row, or of "
             f"a device's part of it; expected a divisor."
         )
+    # About a token's share, as of a mean: what a chunk sums up may be too much for float16.
+    share = 0.5 ** (x.shape[0] * x.shape[1] // n).bit_length()
     given = dict(x=x, targets=batch["targets"], mask=batch["mask"])
     cut = {name: a.reshape(len(a), a.shape[1] // n, n, *a.shape[2:]) for name, a in given.items()}
-    return objective.chunked_sum(
-        lambda chunk: _nats(decoder.logits(chunk["x"], decoder.last), chunk),
+    total = objective.chunked_sum(
+        lambda chunk: share * _nats(decoder.logits(chunk["x"], decoder.last), chunk),
         {name: jnp.moveaxis(a, 2, 0) for name, a in cut.items()},
     )
+    return total / share
 
 
 def loss(

@@ -10,6 +10,7 @@ shares of devices, the result is that of `jax.value_and_grad` of total/count ove
 
 The division comes first: the cotangent that enters each part's backward pass is 1/count of the
 whole batch, so that a clipped cotangent, a small count or a float16 loss come out as on one device.
+(In a `chunked_sum` it comes last: scale what is summed, if float16 needs that.)
 
 **Rows that depend on each other** (by a contrastive loss, batch statistics, the balance of experts)
 have another loss when they are divided. `check` finds that by numbers, and so does the first call
