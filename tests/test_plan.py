@@ -44,9 +44,7 @@ def drawn(seed, staged=False, mixed=None):
             and not roles.refusal(r, config, CHIPS, rows, LENGTH)
         ]
         if possible:
-            each = list(
-                roles.variants(rng.choice(possible), rows, CHIPS, not config.experts, LENGTH)
-            )
+            each = list(roles.variants(rng.choice(possible), rows, CHIPS, config, LENGTH))
             return rng.choice([r for r in each if r.microbatches <= 8] or each), config, rows
 
 
