@@ -82,7 +82,7 @@ def _with(moving, arrays, tangents):
 
 def _check_axes(arrays):
     """Raise where some vary over mesh axes and others do not: each chunk would sum over these."""
-    each = [getattr(jax.typeof(a), "vma", frozenset()) for a in arrays]
+    each = [_varying(jax.typeof(a)) for a in arrays]
     every = frozenset().union(*each)
     for a, axes in zip(arrays, each, strict=True):
         if axes != every:
@@ -92,3 +92,10 @@ def _check_axes(arrays):
                 f"{lacks}, and others do. Make it vary, so that devices sum its gradient once: "
                 f"jax.lax.pcast(array, ({lacks},), to='varying'), or check_vma=False."
             )
+
+
+def _varying(aval):
+    """The mesh axes over which an array varies, by the name that this JAX has for them."""
+    return getattr(
+        getattr(aval, "manual_axis_type", aval), "varying", getattr(aval, "vma", frozenset())
+    )
