@@ -54,7 +54,7 @@ def test_a_layout_is_proposed_but_for_what_is_said_not_to_be(name, proposed):
     layout = layouts.LAYOUTS[name](8)
     sizes = {role: layout.size(role) for role in layout.roles()}
     each = roles.Roles(**sizes, microbatches=layout.microbatches)
-    assert each in proposed[bool(layout.expert)]
+    assert str(each) in map(str, proposed[bool(layout.expert)])  # in any chunks of the loss
     assert list(each.sizes) == list(layout.mesh.shape)  # which is the order of the links too
     assert others(layout, each) <= NOT_PLANNED.keys()
 
