@@ -17,11 +17,11 @@ PAGE = """# The planner, judged
 <!-- Written by `python benchmarks/plan.py`; edits are lost. -->
 
 `shardwise plan` counts exactly the parameters, the state, and what collectives that are written by
-hand send. What a step needs besides is a formula with five fitted coefficients
-({{ref}}`api-plan`). What the compiler inserts along the tensor axis is expected, too, by a formula.
-This page sets all of it beside Google's TPU compiler, which compiled whole training steps. Nothing
-ran on a chip: this is what the compiler reserves and writes. `python benchmarks/plan.py`, which
-anyone can run, compiled them {dates}, with {versions}.
+hand send. What a step needs besides is a formula with five fitted coefficients, and two halves that
+were guessed ({{ref}}`api-plan`). What the compiler inserts along the tensor axis is expected, too,
+by a formula. This page sets all of it beside Google's TPU compiler, which compiled whole training
+steps. Nothing ran on a chip: this is what the compiler reserves and writes. `python
+benchmarks/plan.py`, which anyone can run, compiled them {dates}, with {versions}.
 
 The coefficients were fitted on small programs and on draws that are named below, and are judged on
 others, of other widths, heads, vocabularies and experts. The chosen ones are not wholly unseen.
@@ -102,13 +102,13 @@ the logits' gradient then lies beside the logits (one of the fourth draw had bee
 
 {fifth}
 
-A sixth, by the seed {seed_of_sixth}: by the formula of its day 18 were within 10 % and 20 within
-15 %, and one was 40 % too small. Each draw had found another rule of what the compiler copies at
-the loss, and the next one an exception. So now the loss is another, and not the rules: it takes its
-tokens in chunks, of each the gradient right after its value
-({{ref}}`objective.chunked_sum <api-objective>`). No logits are there whole, none is computed twice,
-and the planner's layouts without stages have it so. The program that was 40 % too small needs 2.7
-GiB in eight chunks, where it had needed 7.3. {verdict_of_sixth}
+A sixth, by the seed {seed_of_sixth}: by the formula of its day 18 were within 10 % and 20 within 15
+%, and one was 40 % too small. Each draw had found another rule of what the compiler copies at the
+loss, and the next one an exception. So now the loss is another, and not the rules: it takes its
+tokens in chunks, of each the gradient right after its value ({{ref}}`objective.chunked_sum
+<api-objective>`). No logits are there whole, none is computed twice, and the planner's layouts
+without stages have it so, where a device has enough tokens. The program that was 40 % too small
+needs 2.7 GiB in eight chunks, where it had needed 7.3. {verdict_of_sixth}
 
 {sixth}
 

@@ -352,16 +352,17 @@ def test_of_layers_outside_of_a_scan_it_is_near_the_compilers():
     assert 0.8 <= chosen.memory.total / needed <= 1.2
 
 
-def test_a_loss_in_chunks_keeps_no_logits_and_costs_no_flops():
+def test_a_loss_in_chunks_needs_one_chunk_s_logits_and_no_flops():
     sizes = dict(embed=64, layers=2, heads=4, kv_heads=4, head_dim=16, mlp=128)
-    config, totals = model.Config(vocab=32_768, **sizes), []
-    for chunks in (1, 8):
+    config, found = model.Config(vocab=32_768, **sizes), {}
+    for chunks in (1, 2, 8):
         program = compiling.program_of(plan.Roles(loss_chunks=chunks), config, 32, 512)
         job = program.create, program.loss, train.optimizer()
-        found = plan.own(*job, "v5e:2x2", program.batch, kernel=context.tiled)
-        totals.append({str(c.roles): c for c in found.fitting})
-    whole, cut = totals
-    assert whole.keys() == cut.keys()
-    for name, c in whole.items():
-        assert c.flops == cut[name].flops
-        assert cut[name].memory.total < c.memory.total / 2 or c.roles.microbatches > 1
+        every = plan.own(*job, "v5e:2x2", program.batch, kernel=context.tiled).fitting
+        (found[chunks],) = (c for c in every if c.roles == plan.Roles(fsdp=4))
+    assert len({c.flops for c in found.values()}) == 1
+    logits = 32 * 512 // 4 * config.vocab * 4
+    for chunks in (2, 8):
+        least = found[chunks].memory
+        assert least.terms.logits >= logits / chunks and least.total < found[1].memory.total
+    assert found[2].memory.total - found[8].memory.total > 0.9 * (logits / 2 - logits / 8)

@@ -56,7 +56,9 @@ class Config:
     param_dtype: jnp.dtype = jnp.float32  #: Of weights as they are held.
     scan: bool = True  #: Whether the layers run by `jax.lax.scan`, or else by a Python loop.
     remat: bool = False  #: Whether the backward pass computes a layer's activations again.
-    loss_chunks: int = 1  #: Chunks of a row's tokens, whose logits `model.loss` has one by one.
+    #: Chunks of a row's tokens, whose logits `model.loss` has one by one. The head's gradient is
+    #: summed in float32, whole; in stages it waits in the last stage's slot.
+    loss_chunks: int = 1
     tied: bool = False  #: Whether the embedding is the head too.
     qkv_bias: bool = False  #: Whether queries, keys and values have biases.
     qk_norm: str = ""  #: RMSNorm of queries and keys, over each "head" or all "heads"; "" for none.

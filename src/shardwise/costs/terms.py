@@ -92,7 +92,7 @@ def terms(part: Part, parameters: int, gpu: bool) -> Terms:
         dispatch=dispatch_of(part) if c.experts else 0,
         summed=parameters if r.microbatches > 1 else 0,
         beside=_beside(part, head) if gpu else 0,
-        whole=_whole(part) if r.tensor == 1 else 0,
+        whole=_whole(part) if r.tensor == 1 else 0,  # else products are taken in parts
         heads=part.tokens * filled(part) if c.latent else 0,
     )
 
@@ -221,14 +221,17 @@ def dispatch_of(part: Part) -> float:
 
 
 def _whole(part):
-    """The bytes of the gradients of a layer's weights, whole along fsdp, in the dtype of use. Where
-    there are experts, theirs alone; of these, or beside latent attention, half (by least squares),
-    and none in a loop over microbatches. Beside tensor products are taken in parts.
+    """The bytes of the gradients of a layer's weights, whole along fsdp, in the dtype of use.
+
+    Of dense layers they are all there. Of experts, theirs alone, or beside latent attention, it is
+    half (by least squares), and none in a loop over microbatches.
     """
     c, cut = part.config, [s for s in part.held() if s.array.stacked and s.fsdp > 1]
     if c.experts and not c.latent:
         cut = [s for s in cut if EXPERT in s.array.names]
-    share = (part.roles.microbatches == 1) / 2 if c.experts or c.latent else 1
+    share = 1.0
+    if c.experts or c.latent:
+        share = 0.5 if part.roles.microbatches == 1 else 0.0
     return share * max(of_a_layer(part, cut).values(), default=0)
 
 

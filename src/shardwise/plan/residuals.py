@@ -39,8 +39,8 @@ def residuals(
 ) -> Terms:
     """The bytes that a loss keeps (`kept`), but for what a compiler computes again: with gathered
     or cast weights, without the program's inputs. Beside these there is either the gradient of the
-    largest array at the backward pass's beginning (`logits`); or what the largest rematerialised
-    body needs, less what is gone by then (`layer`).
+    largest array at the backward pass's beginning, or the largest product in a loop (`logits`); or
+    what the largest rematerialised body needs, less what is gone by then (`layer`).
 
     `mean(params, batch)` is the loss of a device's rows; `params` and `batch` are shapes, `laid`
     says which parameters are gathered, `dtype` in which they are used.
@@ -70,9 +70,18 @@ def residuals(
     gone = sum(s.bytes for s in found if s.step >= after) if working else 0
     return Terms(
         kept=sum(s.bytes for s in found),
-        logits=_gradient(program, found),
+        logits=max(_gradient(program, found), _in_loops(closed.jaxpr)),
         layer=max(working - gone, 0),
     )
+
+
+def _in_loops(jaxpr):
+    """The bytes of the largest product in a loop: a chunk's logits, if `objective.chunked_sum` has
+    their gradient at once.
+    """
+    loops = (e for e in jaxprs.every(jaxpr) if e.primitive.name == "scan")
+    inside = (e for loop in loops for e in jaxprs.within(loop) if e.primitive.name in PRODUCTS)
+    return max((size(v) for e in inside for v in e.outvars), default=0)
 
 
 def _for_backward(run, moving, *rest):
