@@ -10,9 +10,8 @@ with the loss in chunks; `latent`, DeepSeek's decoders alone, after those of `wi
 stages, after six chosen programs had taught what of a task's result is there twice; `fifth`,
 after all of these had taught where gradients are in the dtype of use, and that the head is gone
 after the loss; `sixth`, after `fifth` had taught what one row and a tied head have at the loss;
-`seventh` and `eighth`, with every loss in chunks, after these had their gradient at once: the one
-to learn from, the other to judge; `chunked` is such a one on GPUs. `here` is for one GPU on which
-they run.
+`seventh` and `eighth`, with losses in chunks, after these had their gradient at once: the one to
+learn from, the other to judge. `here` is for one GPU on which they run.
 """
 
 import dataclasses
@@ -157,7 +156,6 @@ DRAWS = {
     "sixth": Draw(29_112_033, 24, _by_config, _torus, chunks=(1, 1, 8)),
     "seventh": Draw(29_112_034, 24, _by_config, _torus, chunks=(8,)),
     "eighth": Draw(29_112_035, 24, _by_config, _torus, chunks=()),
-    "chunked": Draw(29_112_036, 24, _by_config, _few, chunks=()),
     "here": Draw(28_112_027, 8, _by_config, lambda rng: "h200:1x1"),
     "products": Draw(30_112_026, 12, _by_config, _few, dict(remat=True, products=True)),
 }

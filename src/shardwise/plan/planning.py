@@ -148,13 +148,14 @@ def plan(
     """All layouts of `model.Decoder` for `batch` rows of `sequence` tokens in a step, by formula.
 
     `model` is what `preset` takes, or a `model.Config`, in whose dtype weights are gathered and
-    products computed; its remat, stages and loss_chunks are chosen here (on TPUs
-    without stages the loss takes its tokens in up to 8 chunks). `chips` are a name that `topology.chips` takes, or what it
-    returns. `optimizer` is a `train.Optimizer`, which names one of optax's; no transformation of
-    optax itself. Layouts are by hand, with ZeRO 3, sequence parallelism beside tensor, zigzag over
-    context and the schedule 1f1b. Attention never keeps its scores. Activations may wait on the
-    host (offload) where layers are recomputed, without stages, if it is known how fast a chip
-    reaches its host (v4, v5e, v5p, v6e; how much a host of v4 holds is not known); state stays.
+    products computed; its remat, stages and loss_chunks are chosen here (on TPUs without stages the
+    loss takes its tokens in up to 8 chunks). `chips` are a name that `topology.chips` takes, or
+    what it returns. `optimizer` is a `train.Optimizer`, which names one of optax's; no
+    transformation of optax itself. Layouts are by hand, with ZeRO 3, sequence parallelism beside
+    tensor, zigzag over context and the schedule 1f1b. Attention never keeps its scores. Activations
+    may wait on the host (offload) where layers are recomputed, without stages, if it is known how
+    fast a chip reaches its host (v4, v5e, v5p, v6e; how much a host of v4 holds is not known);
+    state stays.
 
     Parameters and state are exact, and so is what is sent along axes by hand. What a step needs
     besides is estimated by a formula that was fitted to TPUs' compiler or to GPUs'; seconds are a
