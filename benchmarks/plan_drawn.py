@@ -135,7 +135,7 @@ class Draw(NamedTuple):
     model: Callable[[random.Random], tuple[str, model.Config]]
     chips: Callable[[random.Random], str]
     more: Mapping[str, bool] = types.MappingProxyType({})  # of each layout
-    # Of the loss; of several, one, where tensor cuts no logits; of none, the planner's.
+    # Of the loss; of several, one, where tensor cuts no logits; of none, those of a day.
     chunks: tuple[int, ...] = (1,)
     stages: bool = False
 
@@ -173,8 +173,7 @@ def drawn(which: str) -> dict[str, Case]:
         sequence, rows = rng.choice([1024, 2048, 4096, 8192, 32_768]), rng.choice([1, 2, 4, 8])
         many = {"microbatches": rng.choice([1, 1, 1, 2, 4]), "remat": rng.random() < 0.6}
         if not draw.chunks:
-            of_row = sequence // division.context
-            many["loss_chunks"] = roles.chunks(rows, of_row, config.embed)
+            many["loss_chunks"] = _as_wide(rows, sequence // division.context, config.embed)
         elif draw.chunks == (8,) or (len(draw.chunks) > 1 and division.tensor == 1):
             many["loss_chunks"] = rng.choice(draw.chunks)
         if draw.stages:
@@ -184,6 +183,12 @@ def drawn(which: str) -> dict[str, Case]:
         if _can_be(case, chips):
             found[f"{which} {len(found) + 1}{', ' * bool(name)}{name}"] = case
     return found
+
+
+def _as_wide(rows, length, embed):
+    """The planner's chunks on the day of the eighth draw: as many tokens as the model is wide."""
+    most = max(1, rows * length // max(embed, 1024))
+    return max(n for n in (1, 2, 4, 8) if n <= most and length % n == 0)
 
 
 def _can_be(case, chips):

@@ -88,13 +88,17 @@ def main() -> None:
     mesh.look_for_no_tpu()
     for name, share in of_flax() if "--flax" in sys.argv[1:] else ():
         print(f"{name:28} {share:+.1%}", flush=True)
-    record, off = plan.recorded(), []
-    for name, case in plan_cases.JUDGED.items():
-        if name in record and set(case.roles.sizes) <= {"data", "fsdp"}:
-            off.append(estimated(case) / record[name]["needed"] - 1)
-            print(f"{name:28} {off[-1]:+.1%}", flush=True)
-    near = sum(abs(x) <= 0.15 for x in off)
-    print(f"{near} of {len(off)} within 15 %; from {min(off):+.0%} to {max(off):+.0%}.")
+    record, off = plan.recorded(), {"whole": [], "in chunks": []}
+    for name, case in plan.CASES.items():
+        r, c = case.roles, case.config
+        if set(r.sizes) <= {"data", "fsdp"} and not (r.offload or r.products or c.experts):
+            of_logits = off["in chunks" if r.loss_chunks > 1 else "whole"]
+            of_logits.append(estimated(case) / record[name]["needed"] - 1)
+            print(f"{name:28} {of_logits[-1]:+.1%}", flush=True)
+    for which, each in off.items():
+        near = sum(abs(x) <= 0.15 for x in each)
+        told = f"from {min(each):+.0%} to {max(each):+.0%}"
+        print(f"logits {which}: {near} of {len(each)} within 15 %, {told}")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import jaxprs, measure, mesh, objective
+from shardwise import jaxprs, layouts, measure, mesh, model, objective
 
 CHUNKS, ROWS, WIDTH, WORDS = 4, 6, 5, 7
 RNG = np.random.default_rng(0)
@@ -173,3 +174,26 @@ def test_what_is_no_sum_of_chunks_is_named(function, chunks, error, told):
 
 def test_where_there_is_nothing_to_differentiate_it_is_a_sum():
     assert objective.chunked_sum(jnp.sum, jnp.arange(12).reshape(4, 3)) == 66
+
+
+def test_a_layout_sends_as_much_in_chunks():
+    """The decoder's loss, around tensor too: counted in the compiled programs, by mesh axis."""
+    grid = mesh.make(fsdp=2, context=2, tensor=2)
+    roles = {role: role for role in grid.shape}
+    again = jax.checkpoint_policies.nothing_saveable
+    layout = layouts.Layout(grid, **roles, sequence=True, attention="zigzag", remat=again)
+    sizes = dict(vocab=256, embed=64, layers=2, heads=8, kv_heads=4, head_dim=16, mlp=128)
+    place = NamedSharding(grid, P(layout.rows, layout.context))
+    shaped = functools.partial(jax.ShapeDtypeStruct, (8, 64), sharding=place)
+    batch = dict(tokens=shaped("int32"), targets=shaped("int32"), mask=shaped("float32"))
+    found = []
+    for chunks in (1, 4):
+        create, loss, _ = model.program(model.Config(**sizes, loss_chunks=chunks))
+        params = jax.eval_shape(create, jax.random.key(0))
+        laid = jax.tree.map(
+            lambda x, to: x.update(sharding=to), params, layouts.shardings(layout, params)
+        )
+        step = layouts.value_and_grad(layout, loss, check=False)
+        counted = measure.collectives(jax.jit(step).lower(laid, batch).compile())
+        found.append({k: v.ring_bytes for k, v in measure.by_axis(counted, grid).items()})
+    assert found[0] == found[1] and ("tensor",) in found[0] and ("fsdp",) in found[0]

@@ -67,11 +67,11 @@ def variants(
 def chunks(rows: int, length: int, embed: int) -> int:
     """The chunks in which the loss takes a device's rows of `length` tokens, 8 at most.
 
-    Each has as many tokens as the model is wide, or more, so that its logits are no smaller than
-    the head, of whose gradient a sum in float32 lies beside them; and 1,024 or more, so that
-    products need not wait for the head's weights.
+    Each has half as many tokens again as the model is wide, or more: of fewer, fewer bytes of
+    logits are spared than the sum of the head's gradient, in float32, lies there more. And each has
+    1,024 or more, so that products need not wait for the head's weights on most chips.
     """
-    most = max(1, rows * length // max(embed, 1024))
+    most = max(1, rows * length // max(3 * embed // 2, 1024))
     return max(n for n in (1, 2, 4, 8) if n <= most and length % n == 0)
 
 
