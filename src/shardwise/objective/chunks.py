@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from shardwise.objective.means import widened
@@ -14,18 +13,20 @@ from shardwise.objective.means import widened
 def chunked_sum(function: Callable[[Any], jax.Array], chunks: Any) -> jax.Array:
     """The sum of `function(chunk)`, a scalar, over axis 0 of the arrays of `chunks`, a tree.
 
-    Under differentiation each chunk's gradient is computed right after its value, for a cotangent
-    of 1, and the backward pass multiplies it by the sum's cotangent. So what a chunk needs, such as
-    the logits of its tokens, is gone before the next one begins, and no product is computed twice.
+    Under `jax.grad` each chunk's gradient is computed right after its value, for a cotangent of 1,
+    and the backward pass multiplies it by the sum's cotangent. So what a chunk needs, such as the
+    logits of its tokens, is gone before the next one begins, and no product is computed twice.
     Gradients go to `chunks`, and to arrays that the function closes over: these are added up in
-    float32 at least. Both are kept until the backward pass.
+    float32 at least. Both are kept until the backward pass. Of the gradient any derivative can be
+    taken (`jax.jvp(jax.grad(f), ...)`, `jax.hessian(f)`).
 
     The function is traced once: a key that it closes over draws the same in each chunk, so put
     `jax.random.split(key, n)` among `chunks`. One that clips its cotangent, or whose gradients in
     float16 are too large for a cotangent of 1, has another gradient here.
 
     Raises:
-      TypeError: the function returns anything but one scalar.
+      TypeError: the function returns anything but one scalar; by JAX, where `jax.jvp` is taken of
+        the sum itself.
       ValueError: no arrays, or no chunks; within a `jax.shard_map` with `check_vma`, arrays of
         numbers to differentiate that do not vary over the same mesh axes.
     """
@@ -44,40 +45,43 @@ def chunked_sum(function: Callable[[Any], jax.Array], chunks: Any) -> jax.Array:
     def one(read, chunk):
         return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, read))(*chunk)[0]
 
-    @jax.custom_jvp
+    @jax.custom_vjp
     def total(read, chunks):
         return jnp.sum(jax.lax.map(lambda chunk: one(read, chunk), chunks))
 
-    def with_gradient(primals, tangents):
-        (read, chunks), (of_read, of_chunks) = primals, tangents
+    def forward(*primals):  # of a custom_jvp JAX would take what reads no chunk out of the loop
+        read, chunks = ([p.value for p in each] for each in primals)
+        moving = [[p.perturbed for p in each] for each in primals]
 
         def step(sums, chunk):
-            floats = jax.value_and_grad(
-                lambda a, b: one(_with(a, read, of_read), _with(b, chunk, of_chunks)), (0, 1)
+            gradients = jax.value_and_grad(
+                lambda a, b: one(_with(a, read), _with(b, chunk)), argnums=(0, 1)
             )
-            value, (shared, own) = floats(_moving(read, of_read), _moving(chunk, of_chunks))
+            value, (shared, own) = gradients(_where(moving[0], read), _where(moving[1], chunk))
             return jax.tree.map(jnp.add, sums, widened(shared)), (value, own)
 
-        zeros = widened([jnp.zeros_like(a) for a in _moving(read, of_read)])
+        zeros = widened(jax.tree.map(jnp.zeros_like, _where(moving[0], read)))
         sums, (values, own) = jax.lax.scan(step, zeros, chunks)
-        found, ways = jnp.sum(values), [t for each in tangents for t in _moving(each, each)]
-        moved = [widened(g) * widened(t) for g, t in zip([*sums, *own], ways, strict=True)]
-        return found, sum(map(jnp.sum, moved), jnp.zeros_like(values).sum()).astype(found.dtype)
+        return jnp.sum(values), (sums, own)
 
-    total.defjvp(with_gradient, symbolic_zeros=True)
+    def backward(found, cotangent):
+        return tuple(
+            [g if g is None else (widened(g) * cotangent).astype(a.dtype) for g, a in pairs]
+            for pairs in map(zip, found, (closed.consts, leaves))
+        )
+
+    total.defvjp(forward, backward, symbolic_zeros=True)
     return total(closed.consts, leaves)
 
 
-def _moving(arrays, tangents):
-    """Those of the arrays whose tangent is not zero for certain."""
-    pairs = zip(arrays, tangents, strict=True)
-    return [a for a, t in pairs if not isinstance(t, SymbolicZero)]
+def _where(moving, arrays):
+    """The arrays that are differentiated, and None for each of the others."""
+    return [a if moves else None for moves, a in zip(moving, arrays, strict=True)]
 
 
-def _with(moving, arrays, tangents):
-    """All arrays, with these in the place of those that move."""
-    moving, pairs = iter(moving), zip(arrays, tangents, strict=True)
-    return [a if isinstance(t, SymbolicZero) else next(moving) for a, t in pairs]
+def _with(moving, arrays):
+    """All arrays, with those that are differentiated in their places."""
+    return [a if m is None else m for m, a in zip(moving, arrays, strict=True)]
 
 
 def _check_axes(arrays):
