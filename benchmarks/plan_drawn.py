@@ -11,7 +11,8 @@ stages, after six chosen programs had taught what of a task's result is there tw
 after all of these had taught where gradients are in the dtype of use, and that the head is gone
 after the loss; `sixth`, after `fifth` had taught what one row and a tied head have at the loss;
 `seventh` and `eighth`, with losses in chunks, after these had their gradient at once: the one to
-learn from, the other to judge. `here` is for one GPU on which they run.
+learn from, the other to judge; `chunks`, on GPUs, after their programs no longer had a chunk's
+numbers of words and zeros before the loop. `here` is for one GPU on which they run.
 """
 
 import dataclasses
@@ -135,8 +136,9 @@ class Draw(NamedTuple):
     model: Callable[[random.Random], tuple[str, model.Config]]
     chips: Callable[[random.Random], str]
     more: Mapping[str, bool] = types.MappingProxyType({})  # of each layout
-    # Of the loss; of several, one, where tensor cuts no logits; of none, those of a day.
+    # Of the loss; of several, one, where tensor cuts no logits; of none, the planner's of that day,
     chunks: tuple[int, ...] = (1,)
+    least: float = 1.0  # each of so many tokens for one of the model's width, or more.
     stages: bool = False
 
 
@@ -156,6 +158,7 @@ DRAWS = {
     "sixth": Draw(29_112_033, 24, _by_config, _torus, chunks=(1, 1, 8)),
     "seventh": Draw(29_112_034, 24, _by_config, _torus, chunks=(8,)),
     "eighth": Draw(29_112_035, 24, _by_config, _torus, chunks=()),
+    "chunks": Draw(29_112_037, 24, _by_config, _few, chunks=(), least=1.5),
     "here": Draw(28_112_027, 8, _by_config, lambda rng: "h200:1x1"),
     "products": Draw(30_112_026, 12, _by_config, _few, dict(remat=True, products=True)),
 }
@@ -173,7 +176,9 @@ def drawn(which: str) -> dict[str, Case]:
         sequence, rows = rng.choice([1024, 2048, 4096, 8192, 32_768]), rng.choice([1, 2, 4, 8])
         many = {"microbatches": rng.choice([1, 1, 1, 2, 4]), "remat": rng.random() < 0.6}
         if not draw.chunks:
-            many["loss_chunks"] = _as_wide(rows, sequence // division.context, config.embed)
+            many["loss_chunks"] = _chunks(
+                rows, sequence // division.context, draw.least * config.embed
+            )
         elif draw.chunks == (8,) or (len(draw.chunks) > 1 and division.tensor == 1):
             many["loss_chunks"] = rng.choice(draw.chunks)
         if draw.stages:
@@ -185,9 +190,9 @@ def drawn(which: str) -> dict[str, Case]:
     return found
 
 
-def _as_wide(rows, length, embed):
-    """The planner's chunks on the day of the eighth draw: as many tokens as the model is wide."""
-    most = max(1, rows * length // max(embed, 1024))
+def _chunks(rows, length, least):
+    """As many chunks as the planner's loss had on the day of a draw."""
+    most = max(1, rows * length // max(int(least), 1024))
     return max(n for n in (1, 2, 4, 8) if n <= most and length % n == 0)
 
 
