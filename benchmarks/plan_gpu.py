@@ -67,6 +67,12 @@ seed {products_seed}, each keeps what its weights were multiplied to. {verdict_o
 
 {products}
 
+Last, {chunks_number} with the loss in as many chunks as the planner takes
+({{doc}}`why </chapters/fitting>`), drawn by the seed {chunks_seed}. Nothing was fitted for them.
+{verdict_of_chunks}
+
+{chunks}
+
 The same for the models on which the coefficients were fitted.
 
 {fitted}
@@ -85,7 +91,7 @@ some, most of all beside experts.
 """
 
 
-NAMES = ("fitted", "judged", "held", "again", "products")
+NAMES = ("fitted", "judged", "held", "again", "products", "chunks")
 JUDGED = NAMES[1:]
 CASES = {name: case for which in NAMES for name, case in drawn(which).items()}
 
