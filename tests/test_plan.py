@@ -634,6 +634,16 @@ def test_chunks_divide_a_row_and_are_no_smaller_than_asked(rows, length, embed):
     assert all(length % more or rows * length // more < least for more in (2, 4, 8) if more > n)
 
 
+@pytest.mark.parametrize("chips", ["v5e:2x4", "h100:1x8"])
+def test_losses_are_proposed_in_chunks_but_in_stages(chips):
+    def proposed(**sizes):
+        given = roles.Roles(**sizes), 64, topology.chips(chips), SMALL, 4096
+        return {each.loss_chunks for each in roles.variants(*given)}
+
+    assert proposed(fsdp=8) == {8, 4}  # four of one row
+    assert proposed(stage=2, fsdp=4) == {1}
+
+
 def test_a_layers_gradients_are_whole_along_fsdp_alone():
     """In bytes of the layer's weights as used: all, half where experts or latent attention are."""
     config = dataclasses.replace(SMALL, dtype=jnp.bfloat16)

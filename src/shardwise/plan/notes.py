@@ -27,8 +27,7 @@ NOTE_OF_GPUS = (
     "Of a GPU's memory a program has what JAX takes when it starts: three quarters, or the share "
     "that XLA_CLIENT_MEM_FRACTION says. NCCL and CUDA need theirs beside it. On a GPU the compiler "
     "chooses kernels by timing them, and may then have gradients of logits and head beside the "
-    "logits: so much is asked to fit, but of stages. cuDNN's kernel takes rows of one document. "
-    "Losses are planned whole: in chunks they would have arrays of a chunk's logits' size more."
+    "logits: so much is asked to fit, but of stages. cuDNN's kernel takes rows of one document."
 )
 
 

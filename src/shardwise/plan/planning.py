@@ -148,7 +148,7 @@ def plan(
     """All layouts of `model.Decoder` for `batch` rows of `sequence` tokens in a step, by formula.
 
     `model` is what `preset` takes, or a `model.Config`, in whose dtype weights are gathered and
-    products computed; its remat, stages and loss_chunks are chosen here (on TPUs without stages the
+    products computed; its remat, stages and loss_chunks are chosen here (without stages the
     loss takes its tokens in up to 8 chunks). `chips` are a name that `topology.chips` takes, or
     what it returns. `optimizer` is a `train.Optimizer`, which names one of optax's; no
     transformation of optax itself. Layouts are by hand, with ZeRO 3, sequence parallelism beside

@@ -47,8 +47,8 @@ def variants(
 
     These are powers of two that divide a device's rows; with stages, as many as stages or more,
     and the rows themselves. Without stages, products are kept beside remat, but not of experts,
-    offload is tried, on chips whose way to the host is known, and on TPUs a decoder's loss takes
-    its rows of this `length` in `chunks`.
+    offload is tried, on chips whose way to the host is known, and a decoder's loss takes its rows of
+    this `length` in `chunks`.
     """
     ways = [{}, {"remat": True}]
     if roles.stage == 1:
@@ -57,8 +57,7 @@ def variants(
     rows, least = batch // roles.rows, roles.stage
     numbers = {m for m in (2**i for i in range(12)) if rows % m == 0} | {*[rows][: least - 1]}
     for m in sorted(m for m in numbers if m >= least):
-        # JAX takes a loop's zeros and numbers of words out of it, and GPUs' compiler writes them.
-        whole = config is None or roles.stage > 1 or chips.chip.node
+        whole = config is None or roles.stage > 1
         n = 1 if whole else chunks(rows // m, length // roles.context, config.embed)
         for way in ways:
             yield dataclasses.replace(roles, microbatches=m, loss_chunks=n, **way)
