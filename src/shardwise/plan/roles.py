@@ -47,8 +47,8 @@ def variants(
 
     These are powers of two that divide a device's rows; with stages, as many as stages or more,
     and the rows themselves. Without stages, products are kept beside remat, but not of experts,
-    offload is tried, on chips whose way to the host is known, and a decoder's loss takes its rows of
-    this `length` in `chunks`.
+    offload is tried, on chips whose way to the host is known, and a decoder's loss takes its rows
+    of this `length` in `chunks`.
     """
     ways = [{}, {"remat": True}]
     if roles.stage == 1:
