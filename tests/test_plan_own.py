@@ -20,6 +20,7 @@ from shardwise.plan.roles import layout_on
 mesh.simulate(8)
 ROWS, WIDE, HIDDEN = 64, 128, 256
 AGAIN = jax.checkpoint_policies.nothing_saveable
+KEPT = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
 
 def create(key):
@@ -158,7 +159,7 @@ def test_of_the_books_decoder_it_is_the_planners(remat):
 def test_what_a_setting_does_again_is_counted():
     """A forward pass more, of the layers: by the setting as by the loss's own checkpoint."""
     alone, of_loss, of_setting = (
-        Own(stacked, loss, optax.sgd(1e-2), batch(), settings=settings).flops[1]
+        Own(stacked, loss, optax.sgd(1e-2), batch(), settings=settings).flops
         for loss, settings in (
             (through, {}),
             (functools.partial(through, checkpoint=jax.checkpoint), {}),
@@ -358,7 +359,8 @@ def test_a_loss_in_chunks_needs_one_chunk_s_logits_and_no_flops():
     for chunks in (1, 2, 8):
         program = compiling.program_of(plan.Roles(loss_chunks=chunks), config, 32, 512)
         job = program.create, program.loss, train.optimizer()
-        every = plan.own(*job, "v5e:2x2", program.batch, kernel=context.tiled).fitting
+        given = dict(kernel=context.tiled, remat=None)
+        every = plan.own(*job, "v5e:2x2", program.batch, **given).fitting
         (found[chunks],) = (c for c in every if c.roles == plan.Roles(fsdp=4))
     assert len({c.flops for c in found.values()}) == 1
     logits = 32 * 512 // 4 * config.vocab * 4
@@ -366,3 +368,36 @@ def test_a_loss_in_chunks_needs_one_chunk_s_logits_and_no_flops():
         least = found[chunks].memory
         assert least.terms.logits >= logits / chunks and least.total < found[1].memory.total
     assert found[2].memory.total - found[8].memory.total > 0.9 * (logits / 2 - logits / 8)
+
+
+def test_marked_layers_are_recomputed_where_no_setting_says_how():
+    """In whole or but for products, each as the setting of that policy has it."""
+    job = stacked, through, optax.sgd(1e-2), "v5e:2x2", batch()
+    found = plan.own(*job)
+    every = {c.roles: c for c in found.fitting if c.roles.fsdp == 4}
+    ways = {None: {}, AGAIN: dict(remat=True), KEPT: dict(remat=True, products=True)}
+    for policy, sizes in ways.items():
+        with_setting = plan.own(*job, remat=policy)
+        for c in (c for c in with_setting.fitting if c.roles.fsdp == 4):
+            same = every.pop(dataclasses.replace(c.roles, **sizes))
+            assert (same.memory, same.sent, same.flops) == (c.memory, c.sent, c.flops)
+            assert same.step.arithmetic == c.step.arithmetic
+            programs = (
+                compiling.lowered(x.roles, p)[1] for x, p in ((same, found), (c, with_setting))
+            )
+            assert len({program.as_text() for program in programs}) == 1
+    assert not every
+
+
+def test_a_layout_is_told_as_code():
+    """With names of the settings that were given, which are the caller's."""
+    given = plan.own(stacked, through, optax.sgd(1e-2), "v5e:2x2", batch(), dtype=jnp.bfloat16)
+    names = dict(jax=jax, layouts=layouts, mesh=mesh)
+    for c in given.best:
+        expected = layout_on(
+            mesh.make(**c.roles.axes), c.roles, **given.own.under(c.roles).settings
+        )
+        told = compiling.code(c.roles, given)
+        assert told.endswith("  # with dtype=")
+        assert dataclasses.replace(eval(told, names), dtype=jnp.bfloat16) == expected
+        assert told in tables.text(dataclasses.replace(given, fitting=(c,)), 1)

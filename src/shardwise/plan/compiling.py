@@ -47,10 +47,10 @@ def kernel(plan: Plan) -> str:
     return "tiles" if plan.sequence % LANES else "splash"
 
 
-def _settings(roles, config, kernel):
+def _settings(roles, config=None, kernel=None):
     """The settings besides axes, as `shardwise train` has them; `kernel` is for whole sequences."""
     again = "offload" if roles.offload else _PRODUCTS if roles.products else _NOTHING
-    narrow = jnp.dtype(config.dtype) != jnp.dtype(config.param_dtype)
+    narrow = config and jnp.dtype(config.dtype) != jnp.dtype(config.param_dtype)
     found = {
         "sequence": roles.tensor > 1,
         "attention": "zigzag" if roles.context > 1 else None,
@@ -63,13 +63,17 @@ def _settings(roles, config, kernel):
 
 
 def code(roles: Roles, plan: Plan) -> str:
-    """The layout as a Python expression of `context`, `jax`, `jnp`, `layouts` and `mesh`."""
+    """The layout as a Python expression of `context`, `jax`, `jnp`, `layouts` and `mesh`; of a
+    program of your own without the settings that were given.
+    """
     said = {role: f'"{role}"' for role in roles.axes}
-    for name, value in _settings(roles, plan.config, kernel(plan)).items():
+    given = () if plan.own else (plan.config, kernel(plan))
+    for name, value in _settings(roles, *given).items():
         said[name] = _CODE.get(value, f'"{value}"') if isinstance(value, str) else str(value)
-    axes, given = (", ".join(f"{n}={x}" for n, x in each.items()) for each in (roles.axes, said))
-    beside = f"  # with Config(loss_chunks={roles.loss_chunks})" if roles.loss_chunks > 1 else ""
-    return f"layouts.Layout(mesh.make({axes}), {given}){beside}"
+    axes, said = (", ".join(f"{n}={x}" for n, x in each.items()) for each in (roles.axes, said))
+    beside = f"Config(loss_chunks={roles.loss_chunks})" if roles.loss_chunks > 1 else ""
+    beside = ", ".join(f"{name}=" for name in plan.own.settings) if plan.own else beside
+    return f"layouts.Layout(mesh.make({axes}), {said})" + (f"  # with {beside}" if beside else "")
 
 
 def flags(roles: Roles, plan: Plan) -> str:
@@ -140,7 +144,8 @@ def lowered(each: Roles, plan: Plan) -> tuple[ChipMesh, jax.stages.Lowered]:
     """The training step of a layout for the plan's chips, abstract; the loss is not judged."""
     mesh = plan.chips.mesh(**each.axes)
     if plan.own:
-        job, layout = plan.own, layout_on(mesh.abstract, each, **plan.own.settings)
+        job = plan.own.under(each)
+        layout = layout_on(mesh.abstract, each, **job.settings)
     else:
         given = plan.config, plan.batch, plan.sequence, plan.optimizer, bool(plan.document)
         job = program_of(each, *given)

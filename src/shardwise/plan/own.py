@@ -38,8 +38,10 @@ def own(
     `create(key)`, `loss(params, batch)` and `tx` are those of `layouts.init` and `layouts.step`.
     The loss gets no key: `key=` needs a default. `batch` has all rows of a step; only its shapes
     and dtypes are used. Layouts are by hand, with ZeRO 3; `settings` are further ones of
-    `layouts.Layout`: min_size, stacked, dtype, reduce_dtype, remat, kernel. No array of the model
-    is allocated, no step is run. Left out are roles with marks: tensor, context, expert, stage.
+    `layouts.Layout`: min_size, stacked, dtype, reduce_dtype, remat, kernel. Without remat=, a loss
+    that marks its layers (`marks.layer`) has layouts that recompute these, too, in whole or but for
+    products. No array of the model is allocated, no step is run. Left out are roles with marks
+    (tensor, context, expert, stage) and offloading.
 
     Parameters, state (of what `tx` freezes there is none), and the bytes that the program asks to
     send (without sums of aux) are exact. What a step needs besides is an estimate, the sum of
@@ -80,7 +82,7 @@ def own(
     job = Own(create, loss, tx, abstract(batch), has_aux, settings)
     return planning.Plan(None, chips, job.rows, None, own=job).filled(
         (Roles(data=chips.devices // n, fsdp=n) for n in roles.divisors(chips.devices)),
-        lambda each: (v for v in roles.variants(each, job.rows, chips) if not v.remat),
+        lambda each: (v for v in roles.variants(each, job.rows, chips) if job.may(v)),
         lambda each: candidate(job, each, chips),
     )
 
@@ -100,6 +102,30 @@ class Own:
     def params(self) -> Any:
         """The parameters' shapes."""
         return jax.eval_shape(self.create, jax.random.key(0))
+
+    def may(self, each: Roles) -> bool:
+        """Whether a layout's way to recompute layers is one to try."""
+        return not each.remat or (self.marks_layers and not each.offload)
+
+    @functools.cached_property
+    def marks_layers(self) -> bool:
+        """Whether the loss marks layers, of which no setting says whether they are recomputed."""
+        found = []
+        with marks.bind(layer=lambda body: found.append(body) or body):
+            jax.eval_shape(lambda *given: self.mean(*given), self.params, self.part(1))
+        return bool(found) and "remat" not in self.settings
+
+    @functools.cached_property
+    def again(self) -> dict[bool, "Own"]:
+        """{whether products are kept: the program whose layers are recomputed}."""
+        policies = jax.checkpoint_policies
+        ways = policies.nothing_saveable, policies.dots_with_no_batch_dims_saveable
+        each = (dataclasses.replace(self, settings=self.settings | {"remat": way}) for way in ways)
+        return dict(zip((False, True), each, strict=True))
+
+    def under(self, each: Roles) -> "Own":
+        """The program whose layers are recomputed as a layout says."""
+        return self.again[each.products] if each.remat else self
 
     @property
     def rows(self) -> int:
@@ -125,12 +151,20 @@ class Own:
             return quotient(normal(self.loss, self.has_aux)(params, batch)[0])
 
     @functools.cached_property
-    def flops(self) -> tuple[float, float]:
-        """(FLOPs of a row's forward pass, FLOPs of both passes), in a program for one device."""
-        # Of one row, gradients of weights are outer products, which are not counted.
-        given, passes = (self.params, self.part(2)), jax.value_and_grad(self.mean, allow_int=True)
-        programs = (jax.jit(each).lower(*given).compile() for each in (self.mean, passes))
-        return tuple(measure.flops(program) / 2 for program in programs)
+    def forward(self) -> float:
+        """The FLOPs of a row's forward pass, in a program for one device."""
+        return self._flops(self.mean)
+
+    @functools.cached_property
+    def flops(self) -> float:
+        """The FLOPs of a row's forward and backward pass, in a program for one device."""
+        return self._flops(jax.value_and_grad(self.mean, allow_int=True))
+
+    def _flops(self, of):
+        # Of one row, gradients of weights are outer products, which are not counted. Products are
+        # the same at every level of optimization, and the lowest takes a third of the time.
+        lowered = jax.jit(of).lower(self.params, self.part(2))
+        return measure.flops(lowered.compile({"xla_backend_optimization_level": 0})) / 2
 
     @functools.cached_property
     def gathers_again(self) -> bool:
@@ -153,6 +187,8 @@ class Own:
 
 def candidate(job: Own, each: Roles, chips: Chips) -> planning.Candidate:
     """The `Candidate` of a layout: what it costs, whether it fits or not."""
+    counted = min(3 * job.forward, job.flops)  # of what enters, none needs a gradient
+    job = job.under(each)
     layout = roles.layout_on(chips.mesh(**each.axes).abstract, each, **job.settings)
     held = layouts.predict(layout, job.params, job.batch, job.tx).held
     laid, rows = array_layouts(layout, job.params), job.rows // each.rows // each.microbatches
@@ -161,11 +197,10 @@ def candidate(job: Own, each: Roles, chips: Chips) -> planning.Candidate:
     memory = Memory(held["parameters"], held["state"], held["batch"], terms, COUNTS)
     ledger = LayoutLedger(layout)
     ledger.parameters(laid, job.params, job.gathers_again or layout.remat is not None)
-    (forward, both), peak = job.flops, chips.chip.peak() * chips.devices
-    work, leaves = both * job.rows / chips.devices, jax.tree.leaves(job.params)
+    peak, leaves = chips.chip.peak() * chips.devices, jax.tree.leaves(job.params)
+    work = job.flops * job.rows / chips.devices
     used = (jnp.dtype(job.settings.get("dtype") or x.dtype) for x in leaves)
     read = sum(x.size * dtype.itemsize for x, dtype in zip(leaves, used, strict=True))
     sent = ledger.sent
     costs = functools.cache(lambda: (sent, step(each, chips, memory, sent, work, read)))
-    flops = min(3 * forward, both) * job.rows  # of what enters, none needs a gradient
-    return planning.Candidate(each, memory, flops, peak, costs)
+    return planning.Candidate(each, memory, counted * job.rows, peak, costs)

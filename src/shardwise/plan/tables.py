@@ -73,9 +73,9 @@ def _summary(plan, c: Candidate):
         ("counts on", beside) if s.hidden > _MUCH * s.arithmetic else None,
         ("MFU", f"at most {c.mfu_bound:.0%}{_reached(plan, c)}"),
     ]
+    told.append(("code", compiling.code(c.roles, plan)))
     if plan.config:
         told += [
-            ("code", compiling.code(c.roles, plan)),
             ("command", f"shardwise train {compiling.flags(c.roles, plan)}"),
             ("", "with your text or tokens (--data.text, --data.tokens), --steps and --run"),
         ]
@@ -233,7 +233,7 @@ def _of_layout(plan: Plan, c: Candidate):
     m, times = c.memory, "arithmetic waited hidden update host weights seconds in_turn bound"
     return {
         **_of_roles(c.roles),
-        "code": compiling.code(c.roles, plan) if plan.config else None,
+        "code": compiling.code(c.roles, plan),
         "flags": compiling.flags(c.roles, plan) if plan.config else None,
         "bytes": _named(m, "parameters state batch") | m.of_step._asdict() | _named(m, "total"),
         "bytes_at_most": m.most,
