@@ -16,7 +16,7 @@ NOTES = (
 )
 NOTES_OF_OWN = (
     f"{_EXACT}what JAX keeps for the backward pass, less what follows from the rest entry by "
-    "entry, and the largest gradient, or a rematerialised layer's.",
+    "entry, and the largest gradient, or what a loop or a rematerialised layer has.",
     f"{_ROOFLINE}three times the forward pass, or both passes where that is less.",
 )
 NOTE_OF_HOST = "With offload, what enters layers waits on the host between the passes."

@@ -48,14 +48,14 @@ def own(
 
     - what JAX keeps from the forward pass to the backward one, with weights that are gathered or
       cast, but without what elementwise operations make of the rest: a compiler computes it again;
-    - the larger of two: the gradient of the largest array that is kept, or the largest product in a
-      loop; or the gradients of all parameters, and what a rematerialised body keeps while it runs
-      again;
+    - the largest of three: the gradient of the largest array that is kept; the largest product in a
+      loop, with weights that are gathered for it alone; or the gradients of all parameters, and
+      what a rematerialised body keeps while it runs again, with the largest gradient there;
     - with microbatches, the sum of their gradients.
 
-    `benchmarks/plan_own.py` sets it beside what the TPU compiler reserves: 25 % low to 3 % high for
-    18 decoders with the loss in chunks, 18 % low to 131 % high for 32 with logits whole, which it
-    counts in float32, and 11 % low to 5 % high for networks of Flax's parts. So compile it:
+    `benchmarks/plan_own.py` sets it beside what the TPU compiler reserves: 20 % low to 16 % high
+    for 18 decoders with the loss in chunks, 13 % low to 131 % high for 32 with logits whole, which
+    it counts in float32, and 11 % low to 5 % high for networks of Flax's parts. So compile it:
     `shardwise plan --own FILE --chips v5e:4x4 --compile 3` has it judge the best three. In Python,
     `from shardwise.plan import compiling` has a function that judges one candidate of what
     `found = own(...)` returned, `compiling.check(candidate, found)`. `topology.compile` judges a

@@ -27,6 +27,7 @@ CHEAP = frozenset(
 PRODUCTS = frozenset(["dot_general", "conv_general_dilated"])
 SUMS = frozenset(["reduce_sum", "reduce_max", "reduce_min"])
 AT_WORK = PRODUCTS | {"scan", "while"}
+_USED = "optimization_barrier"  # what a parameter as it is used is in a trace
 _OPENED = frozenset(jaxprs.CALLS | jaxprs.REMAT | {"cond"})
 
 
@@ -38,9 +39,9 @@ def residuals(
     dtype: Any,
 ) -> Terms:
     """The bytes that a loss keeps (`kept`), but for what a compiler computes again: with gathered
-    or cast weights, without the program's inputs. Beside these there is either the gradient of the
-    largest array at the backward pass's beginning, or the largest product in a loop (`logits`); or
-    what the largest rematerialised body needs, less what is gone by then (`layer`).
+    or cast weights, without the program's inputs. Beside these there is the gradient of the largest
+    array, at the backward pass's beginning, or what a loop has (`logits`); or what the largest
+    rematerialised body needs, less what is gone by then (`layer`).
 
     `mean(params, batch)` is the loss of a device's rows; `params` and `batch` are shapes, `laid`
     says which parameters are gathered, `dtype` in which they are used.
@@ -70,18 +71,25 @@ def residuals(
     gone = sum(s.bytes for s in found if s.step >= after) if working else 0
     return Terms(
         kept=sum(s.bytes for s in found),
-        logits=max(_gradient(program, found), _in_loops(closed.jaxpr)),
+        logits=max(_gradient(program, found), _in_loops(program, found)),
         layer=max(working - gone, 0),
     )
 
 
-def _in_loops(jaxpr):
-    """The bytes of the largest product in a loop: a chunk's logits, if `objective.chunked_sum` has
-    their gradient at once.
+def _in_loops(program, found):
+    """The most bytes that a loop has beside what is stored: its largest product, such as a chunk's
+    logits, of which `objective.chunked_sum` has the gradient at once, and the weights, gathered or
+    cast, that nothing later reads.
     """
-    loops = (e for e in jaxprs.every(jaxpr) if e.primitive.name == "scan")
-    inside = (e for loop in loops for e in jaxprs.within(loop) if e.primitive.name in PRODUCTS)
-    return max((size(v) for e in inside for v in e.outvars), default=0)
+    used = {v for step in program if step.name == _USED for v in step.outvars}
+    used -= {s.variable for s in found}
+
+    def needed(loop):
+        products = (e.outvars for e in jaxprs.within(loop.origin) if e.primitive.name in PRODUCTS)
+        largest = max((size(v) for outvars in products for v in outvars), default=0)
+        return largest + sum(size(v) for v in _known(dict.fromkeys(loop.invars), used))
+
+    return max((needed(step) for step in program if step.name == "scan"), default=0)
 
 
 def _for_backward(run, moving, *rest):
@@ -148,12 +156,12 @@ def _working(body):
     program, outputs = opened(_for_backward(of_floats, floats, every))
     found = stored(program, outputs)
     # Gathered weights have gradients that are whole until they are scattered.
-    gathered = sum(s.bytes for s in found if program[s.step].name == "optimization_barrier")
-    return sum(s.bytes for s in found) + max(gathered, _gradient(program, found, at_the_end=False))
+    gathered = sum(s.bytes for s in found if program[s.step].name == _USED)
+    return sum(s.bytes for s in found) + gathered + _gradient(program, found, at_the_end=False)
 
 
 def _taken(x, dtype, is_cut):
-    """A parameter as used: a gather or a cast makes a new array, as a barrier in a trace does."""
+    """A parameter as used: a gather or a cast makes a new array, as `_USED` does in a trace."""
     is_cast = dtype is not None and _is_float(x) and x.dtype != dtype
     x = x.astype(dtype) if is_cast else x
     return jax.lax.optimization_barrier(x) if is_cut or is_cast else x

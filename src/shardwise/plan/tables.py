@@ -29,7 +29,7 @@ _MEANT = Terms(
     whole="gradients of a layer, or its experts, whole",
     heads="the backward pass of a layer's latent attention",
 )
-_OF_OWN = _MEANT._replace(logits="the gradient of the largest array that is kept")
+_OF_OWN = _MEANT._replace(logits="the largest gradient, or what a loop has")
 
 
 def text(plan: Plan, top: int) -> str:
