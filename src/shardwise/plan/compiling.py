@@ -207,11 +207,11 @@ def checked(plan: Plan, number: int, out: TextIO) -> list[Check]:
         except (RuntimeError, ValueError) as error:  # the compiler's own end among them
             print(f"  {candidate.roles}: not compiled. {error}", file=out, flush=True)
             continue
-        print(_told(found[-1]), file=out, flush=True)
+        print(_told(found[-1], bool(plan.own)), file=out, flush=True)
     return found
 
 
-def _told(found):
+def _told(found, own):
     """A line on memory and bytes sent, and one on what became of the bytes by formula."""
     said, ours = found.fit.needed / 2**30, found.candidate.memory.total / 2**30
     kinds = ", ".join(f"{kind} {size / 1e9:.4g} GB" for kind, size in found.sent.items())
@@ -222,7 +222,8 @@ def _told(found):
         f"({ours / said - 1:+.0%}); {sends}{found.seconds:.0f} s"
     )
     if (memory := found.candidate.memory).most > memory.total:
-        told += f"; attention in tiles, and on a GPU up to {memory.most / 2**30:.2f}"
+        told += "" if own else "; attention in tiles"
+        told += f"; on a GPU up to {memory.most / 2**30:.2f}"
     became = "; ".join(
         f"{name} {d.written / 1e6:,.1f} MB" + (f" ({d.more / 1e6:+,.1f})" if d.more else "")
         for name, d in found.differences.items()

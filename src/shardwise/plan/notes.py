@@ -25,15 +25,23 @@ NOTE_OF_DOCUMENTS = (
 )
 NOTE_OF_GPUS = (
     "Of a GPU's memory a program has what JAX takes when it starts: three quarters, or the share "
-    "that XLA_CLIENT_MEM_FRACTION says. NCCL and CUDA need theirs beside it. On a GPU the compiler "
-    "chooses kernels by timing them, and may then have gradients of logits and head beside the "
-    "logits: so much is asked to fit, but of stages. cuDNN's kernel takes rows of one document."
+    "that XLA_CLIENT_MEM_FRACTION says. NCCL and CUDA need theirs beside it. "
+)
+NOTE_OF_KERNELS = (
+    "On a GPU the compiler chooses kernels by timing them, and may then have gradients of logits "
+    "and head beside the logits: so much is asked to fit, but of stages. cuDNN's kernel takes rows "
+    "of one document."
+)
+NOTE_OF_OWN_ON_GPUS = (
+    "On a GPU a program may have all that JAX keeps, and a layer's gradients beside the loss's: so "
+    "much is asked to fit."
 )
 
 
 def of(plan: Plan, shown: Iterable[Candidate]) -> tuple[str, ...]:
     """What has to be known of the numbers of a plan."""
     told = NOTES_OF_OWN if plan.own else NOTES
-    more = {NOTE_OF_DOCUMENTS: plan.document, NOTE_OF_GPUS: plan.chips.chip.node}
+    on_gpus = NOTE_OF_GPUS + (NOTE_OF_OWN_ON_GPUS if plan.own else NOTE_OF_KERNELS)
+    more = {NOTE_OF_DOCUMENTS: plan.document, on_gpus: plan.chips.chip.node}
     more[NOTE_OF_HOST] = any(c.roles.offload for c in shown)
     return (*told, *(note for note, holds in more.items() if holds))

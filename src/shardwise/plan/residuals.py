@@ -41,7 +41,8 @@ def residuals(
     """The bytes that a loss keeps (`kept`), but for what a compiler computes again: with gathered
     or cast weights, without the program's inputs. Beside these there is the gradient of the largest
     array, at the backward pass's beginning, or what a loop has (`logits`); or what the largest
-    rematerialised body needs, less what is gone by then (`layer`).
+    rematerialised body needs, less what is gone by then (`layer`). `beside` is what JAX keeps for
+    both beyond that, which a compiler may keep too.
 
     `mean(params, batch)` is the loss of a device's rows; `params` and `batch` are shapes, `laid`
     says which parameters are gathered, `dtype` in which they are used.
@@ -66,14 +67,23 @@ def residuals(
         )
     program, outputs = opened(closed)
     found = stored(program, outputs)
-    working = max(map(_working, _again(jax.make_jaxpr(here)(params, batch).jaxpr)), default=0)
+    bodies = _again(jax.make_jaxpr(here)(params, batch).jaxpr)
+    working, more = max(map(_working, bodies), default=(0, 0))
     after = _after_the_last(closed)
     gone = sum(s.bytes for s in found if s.step >= after) if working else 0
     return Terms(
         kept=sum(s.bytes for s in found),
         logits=max(_gradient(program, found), _in_loops(program, found)),
         layer=max(working - gone, 0),
+        beside=_beyond(program, outputs, found) + more,
     )
+
+
+def _beyond(program, outputs, found):
+    """The bytes that JAX keeps, but for the program's inputs, beyond what is stored."""
+    made = {v for step in program for v in step.outvars}
+    whole = sum(map(size, dict.fromkeys(_known(outputs, made))))
+    return max(0, whole - sum(s.bytes for s in found))
 
 
 def _in_loops(program, found):
@@ -145,7 +155,7 @@ def _after_the_last(closed):
 
 
 def _working(body):
-    """The bytes that a body's own backward pass needs."""
+    """(the bytes that a body's own backward pass needs, those that JAX keeps beyond them)."""
     every = dict(enumerate(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in body.invars))
     floats = {i: x for i, x in every.items() if _is_float(x)}
     run = jaxpr_as_fun(ClosedJaxpr(body, ()))
@@ -157,7 +167,8 @@ def _working(body):
     found = stored(program, outputs)
     # Gathered weights have gradients that are whole until they are scattered.
     gathered = sum(s.bytes for s in found if program[s.step].name == _USED)
-    return sum(s.bytes for s in found) + gathered + _gradient(program, found, at_the_end=False)
+    needs = sum(s.bytes for s in found) + gathered + _gradient(program, found, at_the_end=False)
+    return needs, _beyond(program, outputs, found)
 
 
 def _taken(x, dtype, is_cut):
