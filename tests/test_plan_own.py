@@ -365,6 +365,8 @@ def test_on_gpus_all_that_jax_keeps_is_asked_to_fit():
         t, held = m.terms, m.parameters + m.state + m.batch
         at_once = t.kept + t.gradients + t.layer + t.logits + 1.5 * t.summed
         assert m.most >= 1.02 * (held + at_once) > m.total
+        tanh = 2 * 4 * HIDDEN * ROWS // 8 // each.microbatches  # its slope, which is made of it
+        assert t.beside >= t.gradients + t.layer + tanh
 
 
 @pytest.mark.slow

@@ -41,8 +41,8 @@ def residuals(
     """The bytes that a loss keeps (`kept`), but for what a compiler computes again: with gathered
     or cast weights, without the program's inputs. Beside these there is the gradient of the largest
     array, at the backward pass's beginning, or what a loop has (`logits`); or what the largest
-    rematerialised body needs, less what is gone by then (`layer`). `beside` is what JAX keeps for
-    both beyond that, which a compiler may keep too.
+    rematerialised body needs beyond what is stored (`layer`). `beside` is what a compiler may have
+    besides: all that JAX keeps, the rest of that body's, and a second array of the largest.
 
     `mean(params, batch)` is the loss of a device's rows; `params` and `batch` are shapes, `laid`
     says which parameters are gathered, `dtype` in which they are used.
@@ -68,14 +68,16 @@ def residuals(
     program, outputs = opened(closed)
     found = stored(program, outputs)
     bodies = _again(jax.make_jaxpr(here)(params, batch).jaxpr)
-    working, more = max(map(_working, bodies), default=(0, 0))
+    working, more = map(max, zip((0, 0), *map(_working, bodies), strict=True))
     after = _after_the_last(closed)
     gone = sum(s.bytes for s in found if s.step >= after) if working else 0
+    layer, loops = max(working - gone, 0), _in_loops(program, found)
+    second = max(_gradient(program, found, at_the_end=False), loops)
     return Terms(
         kept=sum(s.bytes for s in found),
-        logits=max(_gradient(program, found), _in_loops(program, found)),
-        layer=max(working - gone, 0),
-        beside=_beyond(program, outputs, found) + more,
+        logits=max(_gradient(program, found), loops),
+        layer=layer,
+        beside=_beyond(program, outputs, found) + more + working - layer + second,
     )
 
 
