@@ -33,8 +33,8 @@ NOTE_OF_KERNELS = (
     "of one document."
 )
 NOTE_OF_OWN_ON_GPUS = (
-    "On a GPU a program may have all that JAX keeps, and a layer's gradients beside the loss's: so "
-    "much is asked to fit."
+    "On a GPU a program may have all that JAX keeps, a layer's gradients beside the loss's, and a "
+    "second array of the largest: so much is asked to fit."
 )
 
 

@@ -38,10 +38,10 @@ def own(
     `create(key)`, `loss(params, batch)` and `tx` are those of `layouts.init` and `layouts.step`.
     The loss gets no key: `key=` needs a default. `batch` has all rows of a step; only its shapes
     and dtypes are used. Layouts are by hand, with ZeRO 3; `settings` are further ones of
-    `layouts.Layout`: min_size, stacked, dtype, reduce_dtype, remat, kernel. Without remat=, a loss
-    that marks its layers (`marks.layer`) has layouts that recompute these, too, in whole or but for
-    products. No array of the model is allocated, no step is run. Left out are roles with marks
-    (tensor, context, expert, stage) and offloading.
+    `layouts.Layout`: min_size, stacked, dtype, reduce_dtype, remat, kernel. Without remat=, layouts
+    are also tried that recompute the layers that a loss marks (`marks.layer`), entirely or all but
+    their products. No array of the model is allocated, no step is run. Left out are roles with
+    marks (tensor, context, expert, stage) and offloading.
 
     Parameters, state (of what `tx` freezes there is none), and the bytes that the program asks to
     send (without sums of aux) are exact. What a step needs besides is an estimate, the sum of
@@ -49,8 +49,9 @@ def own(
     - what JAX keeps from the forward pass to the backward one, with weights that are gathered or
       cast, but without what elementwise operations make of the rest: a compiler computes it again;
     - the largest of three: the gradient of the largest array that is kept; the largest product in a
-      loop, with weights that are gathered for it alone; or the gradients of all parameters, and
-      what a rematerialised body keeps while it runs again, with the largest gradient there;
+      loop, with weights that are gathered for it alone; or the gradients of all parameters, and by
+      how much a rematerialised body, with the largest gradient there, needs more than is kept (with
+      many such layers it needs more than that: 64 were told 20 % too little);
     - with microbatches, the sum of their gradients.
 
     `benchmarks/plan_own.py` sets it beside what the TPU compiler reserves: 20 % low to 16 % high

@@ -69,12 +69,11 @@ def residuals(
     found = stored(program, outputs)
     bodies = _again(jax.make_jaxpr(here)(params, batch).jaxpr)
     working, more = map(max, zip((0, 0), *map(_working, bodies), strict=True))
-    after = _after_the_last(closed)
-    gone = sum(s.bytes for s in found if s.step >= after) if working else 0
-    layer, loops = max(working - gone, 0), _in_loops(program, found)
+    kept = sum(s.bytes for s in found)
+    layer, loops = max(working - kept, 0), _in_loops(program, found)
     second = max(_gradient(program, found, at_the_end=False), loops)
     return Terms(
-        kept=sum(s.bytes for s in found),
+        kept=kept,
         logits=max(_gradient(program, found), loops),
         layer=layer,
         beside=_beyond(program, outputs, found) + more + working - layer + second,
@@ -146,14 +145,6 @@ def _again(jaxpr: Any) -> Iterator[Any]:
                 yield from _again(body)
             elif any(e.primitive.name in AT_WORK for e in jaxprs.every(body)):
                 yield body
-
-
-def _after_the_last(closed):
-    """The first equation's number, when `opened`, after what runs again, which is gone then."""
-    jaxpr = closed.jaxpr
-    found = [i for i, eqn in enumerate(jaxpr.eqns, 1) if any(_again(jaxpr.replace(eqns=[eqn])))]
-    before = jaxpr.replace(eqns=jaxpr.eqns[: max(found, default=0)], outvars=[])
-    return len(opened(ClosedJaxpr(before, closed.consts))[0])
 
 
 def _working(body):
