@@ -58,8 +58,8 @@ def own(
     for 18 decoders with the loss in chunks, 13 % low to 131 % high for 32 with logits whole, which
     it counts in float32, and 11 % low to 5 % high for networks of Flax's parts. XLA computes less
     again on GPUs: there it is the least, by which half of a vision transformer's is missing. The
-    most, which is asked to fit, is all that JAX keeps with all of the above at once: 4 % low to
-    154 % high for 35 programs. So compile it:
+    most, which is asked to fit, is all that JAX keeps, with all of the above and a second array of
+    the largest at once: 2 % low to 236 % high for 35 programs. So compile it:
     `shardwise plan --own FILE --chips v5e:4x4 --compile 3` has it judge the best three. In Python,
     `from shardwise.plan import compiling` has a function that judges one candidate of what
     `found = own(...)` returned, `compiling.check(candidate, found)`. `topology.compile` judges a
