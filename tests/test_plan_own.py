@@ -330,6 +330,21 @@ def test_layers_outside_of_a_scan_keep_their_scores_once():
     assert 0.8 <= (kept[1] - kept[0]) / (scores + products + of_weights) <= 1.2
 
 
+def test_a_layer_done_again_stands_beside_all_that_is_kept():
+    """However many there are, and by a setting or the loss's own checkpoint."""
+
+    def needed(layers, checkpoint=lambda body: body, **settings):
+        create = lambda key: {"layers": jax.random.normal(key, (layers, WIDE, WIDE))}  # noqa: E731
+        loss = functools.partial(through, checkpoint=checkpoint)
+        return kept_of_eight(Own(create, loss, optax.sgd(1e-2), batch(), settings=settings))
+
+    for how in (dict(remat=AGAIN), dict(checkpoint=jax.checkpoint)):
+        few, many = (needed(n, **how) for n in (4, 64))
+        entered, gathered = WIDE * ROWS // 8, WIDE**2  # of each layer
+        assert many.kept - few.kept == 60 * 4 * (entered + gathered)
+        assert few.layer == many.layer >= 2 * 4 * WIDE * ROWS // 8
+
+
 @pytest.mark.slow
 def test_layers_done_again_need_one_at_a_time():
     usual, again = (kept_of_eight(unrolled(wrap=wrap)) for wrap in (lambda b: b, nn.remat))

@@ -49,9 +49,9 @@ def own(
     - what JAX keeps from the forward pass to the backward one, with weights that are gathered or
       cast, but without what elementwise operations make of the rest: a compiler computes it again;
     - the largest of three: the gradient of the largest array that is kept; the largest product in a
-      loop, with weights that are gathered for it alone; or the gradients of all parameters, and by
-      how much a rematerialised body, with the largest gradient there, needs more than is kept (with
-      many such layers it needs more than that: 64 were told 20 % too little);
+      loop, with weights that are gathered for it alone; or the gradients of all parameters, and
+      what a rematerialised body keeps while it runs again, with the largest gradient there, less
+      what is gone after the last such body;
     - with microbatches, the sum of their gradients.
 
     `benchmarks/plan_own.py` sets it beside what the TPU compiler reserves: 20 % low to 16 % high

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from shardwise import jaxprs, marks
@@ -27,6 +28,7 @@ CHEAP = frozenset(
 PRODUCTS = frozenset(["dot_general", "conv_general_dilated"])
 SUMS = frozenset(["reduce_sum", "reduce_max", "reduce_min"])
 AT_WORK = PRODUCTS | {"scan", "while"}
+_LAST = "what ran again last"
 _USED = "optimization_barrier"  # what a parameter as it is used is in a trace
 _OPENED = frozenset(jaxprs.CALLS | jaxprs.REMAT | {"cond"})
 
@@ -41,8 +43,8 @@ def residuals(
     """The bytes that a loss keeps (`kept`), but for what a compiler computes again: with gathered
     or cast weights, without the program's inputs. Beside these there is the gradient of the largest
     array, at the backward pass's beginning, or what a loop has (`logits`); or what the largest
-    rematerialised body needs beyond what is stored (`layer`). `beside` is what a compiler may have
-    besides: all that JAX keeps, the rest of that body's, and a second array of the largest.
+    rematerialised body needs, less what is gone by then (`layer`). `beside` is what a compiler may
+    have besides: all that JAX keeps, the rest of that body's, and a second array of the largest.
 
     `mean(params, batch)` is the loss of a device's rows; `params` and `batch` are shapes, `laid`
     says which parameters are gathered, `dtype` in which they are used.
@@ -59,7 +61,9 @@ def residuals(
         with marks.bind(use=at_use):
             return mean(jax.tree.unflatten(treedef, now), batch)
 
-    closed = _for_backward(here, params, batch)
+    traced = jax.make_jaxpr(here)(params, batch)
+    bodies = list(_again(traced.jaxpr))
+    closed = _for_backward(_marked(traced), jax.tree.leaves(params), *jax.tree.leaves(batch))
     if to_host(closed.jaxpr):
         raise ValueError(
             "plan.own: the loss, or remat=, moves arrays to the host; what waits there is not "
@@ -67,10 +71,10 @@ def residuals(
         )
     program, outputs = opened(closed)
     found = stored(program, outputs)
-    bodies = _again(jax.make_jaxpr(here)(params, batch).jaxpr)
     working, more = map(max, zip((0, 0), *map(_working, bodies), strict=True))
-    kept = sum(s.bytes for s in found)
-    layer, loops = max(working - kept, 0), _in_loops(program, found)
+    kept, after = sum(s.bytes for s in found), _after_the_last(program)
+    gone = sum(s.bytes for s in found if s.step >= after)
+    layer, loops = max(working - gone, 0), _in_loops(program, found)
     second = max(_gradient(program, found, at_the_end=False), loops)
     return Terms(
         kept=kept,
@@ -145,6 +149,32 @@ def _again(jaxpr: Any) -> Iterator[Any]:
                 yield from _again(body)
             elif any(e.primitive.name in AT_WORK for e in jaxprs.every(body)):
                 yield body
+
+
+def _marked(traced):
+    """A traced program as a function, with a name on what its last part that runs again yields:
+    names are all that a differentiated trace has of such a part.
+    """
+    closed = jaxprs.inlined(traced, jaxprs.CALLS)
+    jaxpr, steps = closed.jaxpr, jaxprs.equations(closed.jaxpr)
+    last = [i for i, e in enumerate(jaxpr.eqns) if any(_again(jaxpr.replace(eqns=[e])))][-1:]
+
+    def run(moving, *rest):
+        given = *closed.consts, *moving, *rest
+        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), given, strict=True))
+        for i, step in enumerate(steps):
+            made = step.run(*jaxprs.read(env, step.invars))
+            made = [checkpoint_name(x, _LAST) for x in made] if i in last else made
+            env |= zip(step.outvars, made, strict=True)
+        return jaxprs.read(env, jaxpr.outvars)
+
+    return run
+
+
+def _after_the_last(program):
+    """The number of the first equation after what runs again; of all where nothing does."""
+    names = (i for i, e in enumerate(program, 1) if e.origin.params.get("name") == _LAST)
+    return max(names, default=len(program))
 
 
 def _working(body):
